@@ -1,0 +1,51 @@
+"""The error tree of the wire.
+
+    WireError
+    ├── ProtocolError        the peer sent something malformed: `field`, `value` and the limit are named
+    │   ├── FrameTooLarge    a frame above the agreed size, refused before it is sent or after it is received
+    │   └── VersionMismatch  the peers speak different protocol versions
+    ├── PeerMismatch         two nodes that cannot serve together: tokenizer, vocabulary or revision differ
+    ├── Refused              the peer turned us away for good: wrong secret, mismatch, duplicate
+    └── LinkLost             the link died: silence, reset, close by the peer; the message says which
+"""
+
+from __future__ import annotations
+
+
+class WireError(Exception):
+    """Anything that went wrong between two peers."""
+
+
+class ProtocolError(WireError):
+    """The peer sent something that no correct peer sends."""
+
+
+class FrameTooLarge(ProtocolError):
+    """A frame above the size that all hops agreed on.
+
+    Args:
+        what: the message type, or "frame" where it is not known.
+        size_bytes: its size.
+        limit_bytes: the agreed limit.
+    """
+
+    def __init__(self, what: str, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"{what} has {size_bytes} bytes, above the limit of {limit_bytes} bytes a frame")
+        self.size_bytes = size_bytes
+        self.limit_bytes = limit_bytes
+
+
+class VersionMismatch(ProtocolError):
+    """The peers speak different versions of the protocol."""
+
+
+class PeerMismatch(WireError):
+    """A draft and a verify node that cannot serve together; the message names both sides."""
+
+
+class Refused(WireError):
+    """The peer turned us away, and trying again as we are would not help."""
+
+
+class LinkLost(WireError):
+    """The link is gone; a reconnect may help."""
