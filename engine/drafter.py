@@ -1,0 +1,188 @@
+"""The draft model: a cache of committed tokens and tree nodes, settled in place before each step.
+
+Between steps a slot's cache holds one row for each committed token it was fed or that an accepted node became, and
+behind them the rows of live nodes that were run. Nodes whose row was never computed are simply not there: a committed
+token without a row comes in `DraftStep.commit`, so a fully accepted draft leaves no hole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.errors import CacheError, EngineError
+from engine.model import CachedModel
+from engine.sampler import Sampler
+from speculation.passes import Child, DraftResult, DraftStep, Sampling
+
+
+class _Session:
+    """One open slot. `tokens` are the committed ones; `row` and `path` are of the nodes in the cache."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.num_tokens = 0
+        self.row: dict[int, int] = {}
+        self.path: dict[int, tuple[int, ...]] = {}  # tokens from the root's child to the node
+
+
+class HFDrafter:
+    """`DraftRunner` over a `CachedModel`.
+
+    Args:
+        vocab_size: number of token ids that may be proposed (the target's).
+        max_children: most children per row.
+    """
+
+    def __init__(self, model: CachedModel, *, vocab_size: int, max_children: int = 16) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._max_children = max_children
+        self._sessions: list[_Session | None] = [None] * model.num_slots
+
+    @property
+    def num_slots(self) -> int:
+        return self._model.num_slots
+
+    @property
+    def max_length(self) -> int:
+        return self._model.max_length
+
+    @property
+    def max_rows(self) -> int:
+        return self._model.max_tree_rows
+
+    @property
+    def max_children(self) -> int:
+        return self._max_children
+
+    def open(self, slot: int, *, sampling: Sampling, num_prompt: int) -> None:
+        """See `DraftRunner.open`.
+
+        Raises:
+            CacheError: the slot is in use.
+        """
+        if self._sessions[slot] is not None:
+            raise CacheError(f"slot {slot} is in use")
+        self._sessions[slot] = _Session(
+            Sampler(sampling, num_prompt=num_prompt, stop_ids=(), vocab_size=self._vocab_size)
+        )
+
+    def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
+        results: list[DraftResult | Exception] = []
+        for request in batch:
+            try:
+                results.append(self._step(request))
+            except EngineError as exc:
+                results.append(exc)
+        return results
+
+    def close(self, slot: int) -> None:
+        self._sessions[slot] = None
+        self._model.clear(slot)
+
+    def _step(self, request: DraftStep) -> DraftResult:
+        started = time.perf_counter()
+        slot, session = request.slot, self._sessions[request.slot]
+        if session is None:
+            raise CacheError(f"slot {slot} is not open")
+        run_before = self._model.run_s
+        self._settle(session, request)
+        self._check(session, request)
+        logits = self._run(session, request)
+        sampling_started = time.perf_counter()
+        children = self._propose(session, request, logits)
+        ended = time.perf_counter()
+        compute_s = self._model.run_s - run_before + ended - sampling_started
+        return DraftResult(children=children, compute_s=compute_s, overhead_s=max(0.0, ended - started - compute_s))
+
+    def _settle(self, session: _Session, request: DraftStep) -> None:
+        """Accepted nodes that the cache holds become committed rows, live ones move up, the rest is dropped."""
+        accepted = []
+        for node in request.accepted:
+            if node not in session.row:
+                break
+            accepted.append(node)
+        kept = sorted((node for node in request.keep if node in session.row), key=session.row.__getitem__)
+        kept = [node for node in kept if node not in accepted]
+        self._model.keep(request.slot, [session.row[node] for node in accepted], [session.row[node] for node in kept])
+        if accepted:
+            tokens = session.path[accepted[-1]]
+            session.sampler.commit(tokens)
+            session.num_tokens += len(tokens)
+        first = self._model.rows[request.slot].length
+        session.path = {node: session.path[node][len(accepted) :] for node in kept}
+        session.row = {node: first + i for i, node in enumerate(kept)}
+
+    def _check(self, session: _Session, request: DraftStep) -> None:
+        """Hold the step to what the settled cache can take, before anything is run."""
+        rows = self._model.rows[request.slot]
+        if request.commit_start != rows.length or rows.length != session.num_tokens:
+            raise CacheError(f"commit starts at {request.commit_start}, but the cache holds {rows.length} tokens")
+        if request.commit and rows.tree:
+            raise CacheError(f"{len(rows.tree)} live nodes are cached that do not follow the tokens to commit")
+        if request.expand_root and not request.commit:
+            raise CacheError("children of the root are wanted, but its token is not among the tokens to commit")
+        if len(rows.tree) + len(request.nodes) > self.max_rows:
+            raise CacheError(
+                f"{len(request.nodes)} more nodes do not fit: {len(rows.tree)} of {self.max_rows} rows are in use"
+            )
+        known = set(session.row)
+        for node in request.nodes:
+            if node.node in known or (node.parent >= 0 and node.parent not in known):
+                raise CacheError(f"node {node.node} is cached already, or its parent {node.parent} is not")
+            known.add(node.node)
+        if not all(0 <= token < self._vocab_size for token in (*request.commit, *(n.token for n in request.nodes))):
+            raise CacheError(f"token ids must be in 0..{self._vocab_size - 1}")
+
+    def _run(self, session: _Session, request: DraftStep) -> Tensor | None:
+        """Feed the commit tokens and the nodes. Returns logits [root if wanted + nodes, width]."""
+        slot, commit, nodes = request.slot, list(request.commit), request.nodes
+        num_logits = len(nodes) + request.expand_root
+        while len(commit) > 1 and len(commit) + len(nodes) > self._model.max_pass_rows:
+            # The root's row stays for the last pass, whose logits are read.
+            chunk = commit[: min(self._model.max_pass_rows, len(commit) - 1)]
+            self._model.forward(slot, chunk, num_committed=len(chunk), num_logits=1)
+            self._committed(session, chunk)
+            del commit[: len(chunk)]
+        if not commit and not nodes:
+            return None
+        rows = self._model.rows[slot]
+        length = rows.length + len(commit)
+        first = length + len(rows.tree)
+        parents = []
+        row = dict(session.row)
+        for i, node in enumerate(nodes):
+            parents.append(length - 1 if node.parent < 0 else row[node.parent])
+            row[node.node] = first + i
+        logits = self._model.forward(
+            slot,
+            [*commit, *(node.token for node in nodes)],
+            num_committed=len(commit),
+            parents=parents,
+            num_logits=max(1, num_logits),
+        )
+        self._committed(session, commit)
+        session.row = row
+        for node in nodes:
+            above = () if node.parent < 0 else session.path[node.parent]
+            session.path[node.node] = (*above, node.token)
+        return logits if num_logits else None
+
+    def _committed(self, session: _Session, tokens: Sequence[int]) -> None:
+        session.sampler.commit(tokens)
+        session.num_tokens += len(tokens)
+
+    def _propose(self, session: _Session, request: DraftStep, logits: Tensor | None) -> dict[int, tuple[Child, ...]]:
+        """Children of each row that was run for them, ranked with the target's noise."""
+        num = min(request.num_children, self._max_children)
+        wanted: list[tuple[int, tuple[int, ...]]] = [(-1, ())] if request.expand_root else []
+        wanted += [(node.node, session.path[node.node]) for node in request.nodes]
+        if logits is None:
+            return {}
+        return {
+            node: tuple(session.sampler.propose(row, session.num_tokens + len(path), path, num))
+            for (node, path), row in zip(wanted, logits, strict=True)
+        }

@@ -1,0 +1,172 @@
+"""The target model: scores the pending token and candidates in one pass, and walks them with its own tokens.
+
+Between passes a slot's cache holds the committed tokens without the last one, the pending token: row i is position i,
+for i below committed length - 1, and there are no tree rows. A pass adds the pending token as row 0 and the
+candidates behind it; afterwards row 0 and the accepted rows are moved together, the others are forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.errors import CacheError, EngineError, NumericalError
+from engine.model import CachedModel
+from engine.sampler import Sampler
+from speculation.passes import Sampling, TokenLogprob, VerifyPass, VerifyResult
+from speculation.walk import Walk, walk
+
+
+class _Session:
+    """One open slot: the tokens, and the sampler that knows them."""
+
+    def __init__(self, tokens: Sequence[int], sampler: Sampler, stop_ids: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.sampler = sampler
+        self.stop_ids = frozenset(stop_ids)
+
+
+class HFTarget:
+    """`TargetRunner` over a `CachedModel`.
+
+    Args:
+        vocab_size: number of real token ids; logits beyond them are padding.
+    """
+
+    def __init__(self, model: CachedModel, *, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._sessions: list[_Session | None] = [None] * model.num_slots
+
+    @property
+    def num_slots(self) -> int:
+        return self._model.num_slots
+
+    @property
+    def max_length(self) -> int:
+        return self._model.max_length
+
+    @property
+    def max_rows(self) -> int:
+        return self._model.max_tree_rows
+
+    def open(
+        self, slot: int, *, sampling: Sampling, tokens: Sequence[int], num_prompt: int, stop_ids: Sequence[int]
+    ) -> None:
+        """See `TargetRunner.open`.
+
+        Raises:
+            CacheError: the slot is in use, or the tokens leave no room for another.
+        """
+        if self._sessions[slot] is not None:
+            raise CacheError(f"slot {slot} is in use")
+        if not 0 < len(tokens) < self.max_length:
+            raise CacheError(f"{len(tokens)} tokens leave no room in a slot of {self.max_length}")
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            raise CacheError(f"token ids must be in 0..{self._vocab_size - 1}")
+        sampler = Sampler(sampling, num_prompt=num_prompt, stop_ids=stop_ids, vocab_size=self._vocab_size)
+        sampler.commit(tokens)
+        self._sessions[slot] = _Session(tokens, sampler, stop_ids)
+
+    def prefill(self, slot: int, start: int, end: int) -> None:
+        """See `TargetRunner.prefill`. Longer ranges than one pass takes are run in several."""
+        session = self._session(slot)
+        cached = self._model.rows[slot].length
+        if start != cached or not start <= end < len(session.tokens):
+            raise CacheError(
+                f"cannot prefill {start}..{end - 1}: {cached} positions are cached, and of {len(session.tokens)} "
+                "tokens the last is left to the first pass"
+            )
+        step = self._model.max_pass_rows
+        for first in range(start, end, step):
+            tokens = session.tokens[first : min(first + step, end)]
+            self._model.forward(slot, tokens, num_committed=len(tokens), num_logits=1)
+
+    def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
+        results: list[VerifyResult | Exception] = []
+        for request in batch:
+            try:
+                results.append(self._verify(request))
+            except EngineError as exc:
+                results.append(exc)
+        return results
+
+    def close(self, slot: int) -> None:
+        self._sessions[slot] = None
+        self._model.clear(slot)
+
+    def _session(self, slot: int) -> _Session:
+        session = self._sessions[slot]
+        if session is None:
+            raise CacheError(f"slot {slot} is not open")
+        return session
+
+    def _verify(self, request: VerifyPass) -> VerifyResult:
+        started = time.perf_counter()
+        slot, session = request.slot, self._session(request.slot)
+        base = self._model.rows[slot].length  # row of the pending token
+        if request.start != len(session.tokens) or base != request.start - 1:
+            raise CacheError(
+                f"a pass from position {request.start}, but {len(session.tokens)} tokens are committed "
+                f"and {base} rows are cached"
+            )
+        if not 0 < len(request.tokens) <= self.max_rows or request.tokens[0] != session.tokens[-1]:
+            raise CacheError(f"a pass takes 1..{self.max_rows} rows, and row 0 is the pending token")
+        if not all(0 <= token < self._vocab_size for token in request.tokens):
+            raise CacheError(f"token ids must be in 0..{self._vocab_size - 1}")
+        run_before = self._model.run_s
+        logits = self._model.forward(slot, request.tokens, parents=[base + parent for parent in request.parents])
+        run_s = self._model.run_s - run_before
+        walk_started = time.perf_counter()
+        try:
+            walked = self._walk(session, logits, request)
+        except NumericalError:
+            self._model.rewind(slot, len(request.tokens))
+            if len(request.tokens) == 1:
+                raise
+            # A candidate may have caused it, as masked rows are part of the products; it must not end the session.
+            alone = VerifyPass(
+                slot=slot,
+                start=request.start,
+                tokens=request.tokens[:1],
+                parents=(-1,),
+                max_tokens=request.max_tokens,
+                num_logprobs=request.num_logprobs,
+            )
+            return self._verify(alone)
+        logprobs = self._logprobs(session, logits, walked, request.num_logprobs)
+        # The last token is pending again: its row, if it was a candidate, is not kept.
+        kept = walked.rows[: len(walked.tokens) - 1]
+        self._model.keep(slot, [base, *(base + row for row in kept)])
+        session.tokens.extend(walked.tokens)
+        session.sampler.commit(walked.tokens)
+        ended = time.perf_counter()
+        compute_s = run_s + ended - walk_started
+        return VerifyResult(
+            tokens=walked.tokens,
+            rows=walked.rows,
+            logprobs=logprobs,
+            compute_s=compute_s,
+            overhead_s=max(0.0, ended - started - compute_s),
+        )
+
+    def _walk(self, session: _Session, logits: Tensor, request: VerifyPass) -> Walk:
+        """Follow the target's own tokens; only rows on the way are sampled."""
+
+        def choose(row: int, path: Sequence[int]) -> int:
+            return session.sampler.choose(logits[row], request.start + len(path), path)
+
+        return walk(request.parents, request.tokens, choose, max_tokens=request.max_tokens, stop_ids=session.stop_ids)
+
+    def _logprobs(
+        self, session: _Session, logits: Tensor, walked: Walk, num: int | None
+    ) -> tuple[TokenLogprob, ...] | None:
+        if num is None:
+            return None
+        rows = (0, *walked.rows)
+        return tuple(
+            session.sampler.logprobs(logits[rows[i]], walked.tokens[:i], token, num)
+            for i, token in enumerate(walked.tokens)
+        )

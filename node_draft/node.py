@@ -1,0 +1,145 @@
+"""The draft node's shell: performs what the scheduler decides, over the relay link and the model's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+
+from engine.executor import ModelExecutor
+from engine.runner import DraftRunner
+from node_draft.scheduler import Action, CloseSlot, DraftScheduler, FrameAnswered, OpenSlot, Send
+from speculation.ledger import Round
+from speculation.passes import DraftResult, DraftStep
+from wire.aio.link import Link
+from wire.aio.trace import TraceWriter
+from wire.codec import decode
+from wire.errors import ProtocolError
+from wire.messages import Draining, Error
+
+log = logging.getLogger(__name__)
+
+
+class DraftNode:
+    """Runs one draft model for the sessions that the relay pairs it with."""
+
+    def __init__(
+        self, *, scheduler: DraftScheduler, runner: DraftRunner, executor: ModelExecutor, trace: TraceWriter
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.executor = executor
+        self.trace = trace
+        self._link: Link | None = None
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._slot_calls: list[Callable[[], None]] = []
+
+    def on_link(self, link: Link) -> None:
+        """A link to the relay is up."""
+        self._link = link
+
+    def on_link_lost(self) -> None:
+        """The relay has unpaired us: whatever we drafted goes nowhere."""
+        self._link = None
+        for session_id in list(self.scheduler.sessions):
+            self._perform(self.scheduler.on_release(session_id), self._now())
+
+    def on_frame(self, frame: bytes, now: float) -> None:
+        """Handle one frame from the relay."""
+        try:
+            message = decode(frame)
+        except ProtocolError as exc:
+            log.warning("< malformed frame: %s", exc)
+            self._send(Send(Error(code="malformed", message=str(exc))))
+            return
+        self._perform(self.scheduler.on_message(message, now), now)
+
+    async def feed_model(self) -> None:
+        """Give the model steps as long as there are any; raises `EngineDead` if its thread dies."""
+        while True:
+            step, actions = self.scheduler.next_step(self._now())
+            self._perform(actions, self._now())
+            calls, self._slot_calls = self._slot_calls, []
+            if step is not None:
+                began = self._now()
+                result = await self.executor.run(self._run, calls, step)
+                now = self._now()
+                if isinstance(result, DraftResult):
+                    self.trace.write(
+                        "draft", now, began=began, slot=step.slot, num_commit=len(step.commit),
+                        num_nodes=len(step.nodes), compute_s=result.compute_s, overhead_s=result.overhead_s,
+                    )  # fmt: skip
+                self._perform(self.scheduler.on_step_done(result, now), now)
+                continue
+            if calls:
+                await self.executor.run(self._call_all, calls)
+                continue
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def drain(self, grace_s: float, reason: str) -> None:
+        """Take no new session and wait for the running ones, at most `grace_s`."""
+        self._send(Send(Draining(grace_s=grace_s, reason=reason)))
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("%d sessions did not end within %g s", len(self.scheduler.sessions), grace_s)
+
+    def _run(self, calls: list[Callable[[], None]], step: DraftStep) -> DraftResult | Exception:
+        """In the model's thread: open and free slots, then do the step."""
+        self._call_all(calls)
+        return self.runner.step([step])[0]
+
+    @staticmethod
+    def _call_all(calls: list[Callable[[], None]]) -> None:
+        for call in calls:
+            call()
+
+    def _perform(self, actions: list[Action], arrived_at: float) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case OpenSlot(slot, sampling, num_prompt):
+                    self._slot_calls.append(
+                        lambda s=slot, p=sampling, n=num_prompt: self.runner.open(s, sampling=p, num_prompt=n)  # type: ignore[misc]
+                    )
+                case CloseSlot(slot):
+                    self._slot_calls.append(lambda s=slot: self.runner.close(s))  # type: ignore[misc]
+                case FrameAnswered():
+                    self._trace_round(action, arrived_at)
+        if self.scheduler.sessions:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._wake.set()
+
+    def _send(self, action: Send) -> None:
+        if self._link is not None:
+            self._link.send(action.message)
+
+    def _trace_round(self, answered: FrameAnswered, arrived_at: float) -> None:
+        """Close a frame's round: the acceptance that answered it arrived at `arrived_at` and is applied now."""
+        if not self.trace.enabled or self._link is None:
+            return
+        now = self._now()
+        finished = Round(
+            started_at=answered.started_at,
+            sent_at=answered.sent_at,
+            received_at=arrived_at,
+            applied_at=now,
+            draft_s=answered.draft_s,
+            timing=answered.timing,
+            relay_down_s=answered.acceptance.relay_s,
+            draft_hop_rtt_s=self._link.rtt_s or 0.0,
+            verify_hop_rtt_s=answered.acceptance.hop_rtt_s,
+        )
+        self.trace.write("round", now, session=answered.session, **asdict(finished))
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,222 @@
+"""The verify node's shell: performs what the scheduler decides, over the relay link and the model's thread.
+
+Two tasks: one keeps the link up and hands frames to the scheduler, one feeds the model. The model never runs on the
+event loop. When the link is lost the relay has already told the clients; sessions end here and new ones may come
+over the next link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.executor import ModelExecutor
+from engine.runner import TargetRunner
+from node_verify.requests import RequestRefused, Request, make_request
+from node_verify.scheduler import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, VerifyScheduler, Work
+from node_verify.text import AnswerText, DecodeStream
+from speculation.passes import VerifyResult
+from wire.aio.link import Link
+from wire.aio.trace import TraceWriter
+from wire.codec import decode
+from wire.errors import ProtocolError
+from wire.messages import Cancel, ChatMessage, Draining, Error, OpenSession
+
+log = logging.getLogger(__name__)
+
+
+class Tokenizer(Protocol):
+    """What the node needs of a tokenizer; `engine/tokenizer.py` supplies it."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+    def decode_stream(self, prompt_ids: list[int]) -> DecodeStream: ...
+
+
+class VerifyNode:
+    """Runs one target model for the sessions that the relay sends.
+
+    Args:
+        context_length, vocab_size, stop_ids: of the model; they bound requests.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: VerifyScheduler,
+        runner: TargetRunner,
+        executor: ModelExecutor,
+        tokenizer: Tokenizer,
+        context_length: int,
+        vocab_size: int,
+        stop_ids: tuple[int, ...],
+        trace: TraceWriter,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self.stop_ids = stop_ids
+        self.trace = trace
+        self.draining = False
+        self._link: Link | None = None
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._slot_calls: list[Callable[[], None]] = []
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def on_link(self, link: Link) -> None:
+        """A link to the relay is up."""
+        self._link = link
+
+    def on_link_lost(self) -> None:
+        """The relay told the clients; their sessions end here too."""
+        self._link = None
+        now = self._now()
+        for session_id in list(self.scheduler.sessions):
+            cancel = Cancel(session=session_id, reason="client gone")
+            self._perform(self.scheduler.on_message(cancel, now))
+
+    def on_frame(self, frame: bytes, now: float) -> None:
+        """Handle one frame from the relay; a malformed one costs its sender an answer, nobody else anything."""
+        try:
+            message = decode(frame)
+        except ProtocolError as exc:
+            log.warning("< malformed frame: %s", exc)
+            self._send(Send(Error(code="malformed", message=str(exc))))
+            return
+        if isinstance(message, OpenSession):
+            if self.draining:
+                self._send(Send(Error(session=message.session, code="draining", message="the verify node is draining")))
+                return
+            actions = self.scheduler.on_opening(message.session, now)
+            self._perform(actions)
+            if not actions:
+                task = asyncio.create_task(self._open(message), name=f"open {message.session}")
+                self._opening.add(task)
+                task.add_done_callback(self._opening.discard)
+        else:
+            self._perform(self.scheduler.on_message(message, now))
+
+    async def feed_model(self) -> None:
+        """Give the model work as long as there is any; raises `EngineDead` if its thread dies."""
+        while True:
+            work = self.scheduler.next_work(self._now())
+            calls, self._slot_calls = self._slot_calls, []
+            if work is not None:
+                result = await self.executor.run(self._run, calls, work)
+                now = self._now()
+                hop_rtt_s = (self._link.rtt_s or 0.0) if self._link else 0.0
+                if self.trace.enabled:
+                    self._trace_pass(work, result, now)
+                self._perform(self.scheduler.on_work_done(result, now, hop_rtt_s))
+                continue
+            if calls:
+                await self.executor.run(self._call_all, calls)
+                continue
+            self._wake.clear()
+            try:
+                async with asyncio.timeout_at(self.scheduler.next_timer()):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def drain(self, grace_s: float, reason: str) -> None:
+        """Take no new session and wait for the running ones, at most `grace_s`."""
+        self.draining = True
+        self._send(Send(Draining(grace_s=grace_s, reason=reason)))
+        self._wake.set()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("%d sessions did not end within %g s", len(self.scheduler.sessions), grace_s)
+
+    def _run(self, calls: list[Callable[[], None]], work: Work) -> VerifyResult | Exception | None:
+        """In the model's thread: open and free slots, then do the work."""
+        self._call_all(calls)
+        if isinstance(work, Prefill):
+            self.runner.prefill(work.slot, work.start, work.end)
+            return None
+        return self.runner.verify([work.request])[0]
+
+    @staticmethod
+    def _call_all(calls: list[Callable[[], None]]) -> None:
+        for call in calls:
+            call()
+
+    async def _open(self, message: OpenSession) -> None:
+        """Tokenize off the loop, then tell the scheduler."""
+        try:
+            prompt_ids = await asyncio.to_thread(self._encode, message)
+            request = make_request(
+                message,
+                prompt_ids=prompt_ids,
+                context_length=min(self.context_length, self.runner.max_length),
+                vocab_size=self.vocab_size,
+                stop_ids=self.stop_ids,
+            )
+            text = await asyncio.to_thread(self._answer_text, request)
+        except RequestRefused as exc:
+            self._perform(self.scheduler.on_refused(message.session, exc.code, str(exc)))
+        except Exception as exc:
+            log.exception("session %s: the request could not be read", message.session)
+            self._perform(self.scheduler.on_refused(message.session, "bad_request", f"{type(exc).__name__}: {exc}"))
+        else:
+            self._perform(self.scheduler.on_request(message.session, request, text, self._now()))
+
+    def _encode(self, message: OpenSession) -> list[int]:
+        if message.prompt_ids is not None:
+            return list(message.prompt_ids)
+        if message.prompt is not None:
+            return self.tokenizer.encode(message.prompt)
+        turns: tuple[ChatMessage, ...] = message.messages or ()
+        return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
+
+    def _answer_text(self, request: Request) -> AnswerText:
+        return AnswerText(self.tokenizer.decode_stream(list(request.prompt_ids)), request.stop)
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case OpenSlot(slot, sampling, tokens, num_prompt, stop_ids):
+                    self._slot_calls.append(
+                        lambda s=slot, p=sampling, t=tokens, n=num_prompt, i=stop_ids: self.runner.open(  # type: ignore[misc]
+                            s, sampling=p, tokens=t, num_prompt=n, stop_ids=i
+                        )
+                    )
+                case CloseSlot(slot):
+                    self._slot_calls.append(lambda s=slot: self.runner.close(s))  # type: ignore[misc]
+                case SessionEnded(session, reason, report):
+                    log.info("session %s ended: %s", session, reason)
+                    self.trace.write("session_ended", self._now(), session=session, reason=reason, report=report)
+        if self.scheduler.sessions:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._wake.set()
+
+    def _send(self, action: Send) -> None:
+        if self._link is not None:
+            self._link.send(action.message)
+
+    def _trace_pass(self, work: Work, result: VerifyResult | Exception | None, now: float) -> None:
+        if isinstance(work, Verify) and isinstance(result, VerifyResult):
+            self.trace.write(
+                "verify", now, session=work.session, start=work.request.start, num_rows=len(work.request.tokens),
+                num_tokens=len(result.tokens), num_accepted=len(result.rows), compute_s=result.compute_s,
+                overhead_s=result.overhead_s, began=self.scheduler.running_since,
+            )  # fmt: skip
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,527 @@
+"""What the verify node does next. Pure: messages and results in, actions out, time an argument.
+
+A session's life:
+
+    OPENING    its prompt is being tokenized
+    WAITING    for a free slot
+    PREFILL    all but the last prompt token go through the target, in chunks between other sessions' passes
+    RUNNING    pass after pass: the pending token and the best live candidates; at least one token commits
+    (ended)    forgotten; whatever still arrives for it is stale
+
+Every pass commits what the target itself decides, so no message, and no lack of one, can change the text. With
+`patience_s` = 0 the node never waits: where there are no candidates it decodes plainly.
+
+The cache rule: between passes a session's slot holds its committed tokens except the last, the pending one, which is
+row 0 of the next pass.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from node_verify.requests import Request
+from node_verify.text import AnswerText
+from speculation.passes import Sampling, VerifyPass, VerifyResult
+from speculation.selection import SelectionPolicy
+from speculation.stats import SessionStats
+from speculation.tree import ROOT, Arrival, MalformedCandidate, Tree
+from wire.codec import digest_ids
+from wire.messages import (
+    Acceptance,
+    Cancel,
+    Candidates,
+    Done,
+    Error,
+    Message,
+    Paired,
+    PeerGone,
+    Prefix,
+    Resync,
+    RoundTiming,
+    TextDelta,
+)
+
+PREFIX_PART_TOKENS = 8192
+"""At most about 56 KB a frame, so that a long prompt does not hold up other sessions' frames."""
+MAX_UNANSWERED_FRAMES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this message to the relay."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSlot:
+    """Have the runner open a slot."""
+
+    slot: int
+    sampling: Sampling
+    tokens: tuple[int, ...]
+    num_prompt: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSlot:
+    """Have the runner free a slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A session is over, for metrics and traces."""
+
+    session: str
+    finish_reason: str
+    report: dict[str, float]
+
+
+Action = Send | OpenSlot | CloseSlot | SessionEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run positions start..end-1 of a session's prompt through the target."""
+
+    session: str
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Run one pass. `sources` says where the candidates of rows 1, 2, ... came from, `depth` is their longest path."""
+
+    session: str
+    request: VerifyPass
+    sources: tuple[str, ...]
+    depth: int
+
+
+Work = Prefill | Verify
+
+
+class State(Enum):
+    """See the module's docstring."""
+
+    OPENING = auto()
+    WAITING = auto()
+    PREFILL = auto()
+    RUNNING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFrame:
+    """A candidates frame that no acceptance has answered yet."""
+
+    frame: int
+    arrived_at: float
+    relay_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """One session of the verify node."""
+
+    id: str
+    opened_at: float
+    state: State = State.OPENING
+    slot: int = -1
+    request: Request | None = None
+    text: AnswerText | None = None
+    tree: Tree | None = None
+    num_prefilled: int = 0
+    epoch: int = 0
+    drafting: bool = False
+    """Whether a draft node is paired and in good standing."""
+    frames: deque[ReceivedFrame] = field(default_factory=lambda: deque(maxlen=MAX_UNANSWERED_FRAMES))
+    orphan_frame: int = -1
+    idle_since: float = 0.0
+    stats: SessionStats = field(default_factory=SessionStats)
+    compute_s: float = 0.0
+    overhead_s: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float | None = None
+
+
+class VerifyScheduler:
+    """Decides for all sessions of one verify node.
+
+    Args:
+        selection: fills the rows of a pass.
+        patience_s: how long a paired session without candidates waits before it decodes plainly; 0 to never wait.
+        num_slots, max_rows: of the runner.
+        max_waiting: sessions that may wait for a slot; more are refused.
+        vocab_size: ids at or above it are malformed in candidates.
+        prefill_chunk: most prompt tokens of one prefill call.
+    """
+
+    def __init__(
+        self,
+        *,
+        selection: SelectionPolicy,
+        patience_s: float,
+        num_slots: int,
+        max_rows: int,
+        vocab_size: int,
+        max_waiting: int = 64,
+        prefill_chunk: int = 128,
+    ) -> None:
+        self.selection = selection
+        self.patience_s = patience_s
+        self.max_rows = max_rows
+        self.vocab_size = vocab_size
+        self.max_waiting = max_waiting
+        self.prefill_chunk = prefill_chunk
+        self.sessions: dict[str, Session] = {}
+        self.num_stale_messages = 0
+        self._free_slots = list(range(num_slots))[::-1]
+        self._waiting: deque[str] = deque()
+        self._turns: OrderedDict[str, None] = OrderedDict()
+        self._running: Work | None = None
+        self.running_since = 0.0
+
+    def on_opening(self, session_id: str, now: float) -> list[Action]:
+        """A request has arrived and is being tokenized; pairing and cancelling may come before it is ready."""
+        if session_id in self.sessions:
+            return [Send(Error(session=session_id, code="bad_session", message=f"session {session_id} exists already"))]
+        if len(self._waiting) >= self.max_waiting:
+            message = f"{len(self._waiting)} sessions wait for a slot already, the limit is {self.max_waiting}"
+            return [Send(Error(session=session_id, code="overloaded", message=message))]
+        self.sessions[session_id] = Session(id=session_id, opened_at=now)
+        return []
+
+    def on_request(self, session_id: str, request: Request, text: AnswerText, now: float) -> list[Action]:
+        """The prompt is tokenized and the request found good."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            return []
+        session.request = request
+        session.text = text
+        session.state = State.WAITING
+        session.tree = Tree(list(request.prompt_ids))
+        self._waiting.append(session_id)
+        return self._send_prefix(session) + self._admit(now)
+
+    def on_refused(self, session_id: str, code: str, message: str) -> list[Action]:
+        """The request was found bad."""
+        return self._fail(session_id, code, message)
+
+    def on_message(self, message: Message, now: float) -> list[Action]:
+        """Handle whatever the relay delivers for a session that exists; the rest is stale."""
+        session = self.sessions.get(message.session) if hasattr(message, "session") else None
+        if session is None:
+            self.num_stale_messages += 1
+            return []
+        match message:
+            case Candidates():
+                return self._on_candidates(session, message, now)
+            case Paired():
+                return self._on_paired(session, message, now)
+            case PeerGone():
+                session.drafting = False
+                return []
+            case Resync():
+                return self._on_resync(session, message)
+            case Cancel():
+                return self._end(session, "cancelled", now, announce=message.reason != "client gone")
+            case Error():
+                # The draft node gives up on this session; the target goes on alone.
+                session.drafting = False
+                return []
+        self.num_stale_messages += 1
+        return []
+
+    def next_work(self, now: float) -> Work | None:
+        """What the model should run now; None while it is busy or nothing is ready (then see `next_timer`)."""
+        if self._running is not None:
+            return None
+        for session_id in self._turns:
+            work = self._plan(self.sessions[session_id], now)
+            if work is not None:
+                self._turns.move_to_end(session_id)
+                self._running = work
+                self.running_since = now
+                return work
+        return None
+
+    def next_timer(self) -> float | None:
+        """When `next_work` should be asked again although nothing has happened."""
+        if self._running is not None or self.patience_s <= 0:
+            return None
+        waiting = [s.idle_since for s in self.sessions.values() if s.state is State.RUNNING]
+        return min(waiting) + self.patience_s if waiting else None
+
+    def on_work_done(self, result: VerifyResult | Exception | None, now: float, hop_rtt_s: float = 0.0) -> list[Action]:
+        """Take the result of what `next_work` gave out (None for a prefill)."""
+        work, self._running = self._running, None
+        if work is None:
+            raise ValueError("no work is running")
+        session = self.sessions.get(work.session)
+        if session is None or session.slot != work_slot(work):
+            return []
+        if isinstance(result, Exception):
+            return self._fail(session.id, "target_failed", f"{type(result).__name__}: {result}")
+        if isinstance(work, Prefill):
+            session.num_prefilled = work.end
+            self._settle_prefill(session, now)
+            return []
+        if result is None:
+            raise ValueError("a verify pass has a result")
+        return self._commit(session, work, result, now, hop_rtt_s)
+
+    def _on_candidates(self, session: Session, message: Candidates, now: float) -> list[Action]:
+        if not session.drafting or session.tree is None or message.epoch != session.epoch:
+            session.stats.num_stale += len(message.tokens)
+            return []
+        session.frames.append(ReceivedFrame(message.frame, now, message.relay_s))
+        for i, (parent, token, score) in enumerate(zip(message.parents, message.tokens, message.scores, strict=True)):
+            try:
+                if token >= self.vocab_size:
+                    raise MalformedCandidate(f"token must be in 0..{self.vocab_size - 1}, got {token}")
+                arrival = session.tree.add(message.first_node + i, parent, token, -score / 16)
+            except MalformedCandidate as exc:
+                # A drafter that breaks the protocol is not listened to again in this epoch; the answer goes on.
+                session.drafting = False
+                session.stats.num_malformed += 1
+                text = f"candidates of session {session.id}: {exc}"
+                return [Send(Error(session=session.id, code="malformed", message=text))]
+            session.stats.num_received += 1
+            if arrival is Arrival.ORPHAN:
+                session.stats.num_orphaned += 1
+                session.orphan_frame = max(session.orphan_frame, message.frame)
+            elif arrival is Arrival.DUPLICATE:
+                session.stats.num_duplicate += 1
+            elif arrival is not Arrival.LIVE:
+                session.stats.num_stale += 1
+        return []
+
+    def _on_paired(self, session: Session, message: Paired, now: float) -> list[Action]:
+        if message.epoch <= session.epoch:
+            self.num_stale_messages += 1
+            return []
+        session.epoch = message.epoch
+        session.drafting = True
+        session.idle_since = now
+        session.frames.clear()
+        session.orphan_frame = -1
+        if session.tree is not None:
+            # Node ids start anew with the epoch.
+            session.tree = Tree(session.tree.committed)
+        return self._send_prefix(session)
+
+    def _on_resync(self, session: Session, message: Resync) -> list[Action]:
+        if session.tree is None or message.epoch != session.epoch or message.length >= session.tree.length:
+            self.num_stale_messages += 1
+            return []
+        missing = tuple(session.tree.committed[message.length :])
+        return [Send(Acceptance(session=session.id, epoch=session.epoch, start=message.length, tokens=missing))]
+
+    def _send_prefix(self, session: Session) -> list[Action]:
+        """Tell the draft node where to draft from, in parts that do not hold up other sessions."""
+        if session.request is None or session.tree is None or not session.drafting or not session.request.speculate:
+            return []
+        tokens = session.tree.committed
+        digest = digest_ids(tokens)
+        return [
+            Send(
+                Prefix(
+                    session=session.id,
+                    epoch=session.epoch,
+                    start=start,
+                    tokens=tuple(tokens[start : start + PREFIX_PART_TOKENS]),
+                    total=len(tokens),
+                    digest=digest,
+                    limit=session.request.limit,
+                    prompt_tokens=len(session.request.prompt_ids),
+                    sampling=session.request.sampling,
+                )
+            )
+            for start in range(0, len(tokens), PREFIX_PART_TOKENS)
+        ]
+
+    def _admit(self, now: float) -> list[Action]:
+        """Give free slots to waiting sessions, first come first served."""
+        actions: list[Action] = []
+        while self._waiting and self._free_slots:
+            session = self.sessions[self._waiting.popleft()]
+            request = session.request
+            assert request is not None
+            session.slot = self._free_slots.pop()
+            session.started_at = now
+            self._turns[session.id] = None
+            actions.append(
+                OpenSlot(
+                    session.slot, request.sampling, request.prompt_ids, len(request.prompt_ids), request.stop_ids
+                )
+            )
+            self._settle_prefill(session, now)
+        return actions
+
+    def _settle_prefill(self, session: Session, now: float) -> None:
+        assert session.request is not None
+        if session.num_prefilled >= len(session.request.prompt_ids) - 1:
+            session.state = State.RUNNING
+            session.idle_since = now
+        else:
+            session.state = State.PREFILL
+
+    def _plan(self, session: Session, now: float) -> Work | None:
+        request, tree = session.request, session.tree
+        assert request is not None
+        assert tree is not None
+        if session.state is State.PREFILL:
+            start = session.num_prefilled
+            end = min(start + self.prefill_chunk, len(request.prompt_ids) - 1)
+            return Prefill(session.id, session.slot, start, end)
+        remaining = request.limit - tree.length
+        nodes: list[int] = []
+        if session.drafting and request.speculate and remaining > 1:
+            # The last position needs no candidate: the target decides it in the same pass as the one before.
+            nodes = self.selection.select(tree, max_candidates=self.max_rows - 1, max_depth=remaining - 1)
+            if not nodes and now < session.idle_since + self.patience_s:
+                return None
+        row = {ROOT: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        request_pass = VerifyPass(
+            slot=session.slot,
+            start=tree.length,
+            tokens=(tree.committed[-1], *(tree.nodes[node].token for node in nodes)),
+            parents=(-1, *(row[tree.nodes[node].parent] for node in nodes)),
+            max_tokens=remaining,
+            num_logprobs=request.num_logprobs,
+        )
+        sources = tuple(tree.nodes[node].source for node in nodes)
+        return Verify(session.id, request_pass, sources, max(map(tree.depth, nodes), default=0))
+
+    def _commit(
+        self, session: Session, work: Verify, result: VerifyResult, now: float, hop_rtt_s: float
+    ) -> list[Action]:
+        request, tree, text = session.request, session.tree, session.text
+        assert request is not None
+        assert tree is not None
+        assert text is not None
+        push = text.push(result.tokens)
+        tokens = result.tokens[: push.num_tokens]
+        accepted_rows = result.rows[: len(tokens)]
+        sources = [work.sources[row - 1] for row in accepted_rows]
+        sources += ["plain"] * (len(tokens) - len(accepted_rows))
+        start = tree.length
+        tree.commit(tokens)
+        stopped = push.stopped or tokens[-1] in request.stop_ids
+        finished = stopped or tree.length >= request.limit
+        session.compute_s += result.compute_s
+        session.overhead_s += max(0.0, now - self.running_since - result.compute_s)
+        session.idle_since = now
+        if session.first_token_at is None:
+            session.first_token_at = now
+        session.stats.on_pass(
+            proposed_depth=work.depth,
+            num_accepted=len(accepted_rows),
+            num_rows=len(work.request.tokens),
+            cut=len(tokens) < len(result.tokens) or len(accepted_rows) == len(tokens),
+            sources=sources,
+        )
+        actions: list[Action] = []
+        if session.drafting and request.speculate and not finished:
+            actions.append(Send(self._acceptance(session, start, tokens, len(accepted_rows), result, now, hop_rtt_s)))
+        shown = push.text + (text.finish() if finished else "")
+        delta = TextDelta(
+            session=session.id,
+            start=start - len(request.prompt_ids),
+            tokens=tuple(tokens),
+            text=shown,
+            sources=tuple(sources),
+            logprobs=result.logprobs[: len(tokens)] if result.logprobs is not None else None,
+        )
+        actions.append(Send(delta))
+        if finished:
+            actions += self._end(session, "stop" if stopped else "length", now)
+        return actions
+
+    def _acceptance(
+        self,
+        session: Session,
+        start: int,
+        tokens: Sequence[int],
+        num_accepted: int,
+        result: VerifyResult,
+        now: float,
+        hop_rtt_s: float,
+    ) -> Acceptance:
+        """The acceptance of one pass; it answers the frames that had arrived when the pass began."""
+        rounds = []
+        while session.frames and session.frames[0].arrived_at <= self.running_since:
+            frame = session.frames.popleft()
+            rounds.append(
+                RoundTiming(
+                    frame=frame.frame,
+                    relay_s=frame.relay_s,
+                    queue_s=self.running_since - frame.arrived_at,
+                    verify_s=result.compute_s,
+                    overhead_s=max(0.0, now - self.running_since - result.compute_s),
+                )
+            )
+        orphan_frame, session.orphan_frame = session.orphan_frame, -1
+        return Acceptance(
+            session=session.id,
+            epoch=session.epoch,
+            start=start,
+            tokens=tuple(tokens),
+            num_accepted=num_accepted,
+            orphan_frame=orphan_frame,
+            rounds=tuple(rounds),
+            hop_rtt_s=hop_rtt_s,
+        )
+
+    def _end(self, session: Session, reason: str, now: float, *, announce: bool = True) -> list[Action]:
+        """End a session with a `Done`; its tokens stand."""
+        request = session.request
+        num_prompt = len(request.prompt_ids) if request else 0
+        num_answer = session.tree.length - num_prompt if session.tree else 0
+        report = session.stats.report() | {
+            "verify_compute_s": session.compute_s,
+            "verify_overhead_s": session.overhead_s,
+            "waited_for_slot_s": max(0.0, session.started_at - session.opened_at),
+            "first_token_s": (session.first_token_at or now) - session.opened_at,
+            "answer_s": now - session.opened_at,
+        }
+        actions = self._forget(session, now)
+        if announce:
+            done = Done(
+                session=session.id,
+                finish_reason=reason,
+                prompt_tokens=num_prompt,
+                completion_tokens=num_answer,
+                report=report,
+            )
+            actions.insert(0, Send(done))
+        return [*actions, SessionEnded(session.id, reason, report)]
+
+    def _fail(self, session_id: str, code: str, message: str) -> list[Action]:
+        session = self.sessions.get(session_id)
+        if session is None:
+            return []
+        return [Send(Error(session=session_id, code=code, message=message)), *self._forget(session, session.idle_since)]
+
+    def _forget(self, session: Session, now: float) -> list[Action]:
+        del self.sessions[session.id]
+        self._turns.pop(session.id, None)
+        if session.id in self._waiting:
+            self._waiting.remove(session.id)
+        if session.slot < 0:
+            return []
+        self._free_slots.append(session.slot)
+        return [CloseSlot(session.slot), *self._admit(now)]
+
+
+def work_slot(work: Work) -> int:
+    """The cache slot that a piece of work uses."""
+    return work.slot if isinstance(work, Prefill) else work.request.slot

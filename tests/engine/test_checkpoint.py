@@ -1,0 +1,157 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint import Checkpoint, digest_weights
+from engine.errors import CheckpointError
+from engine.hf import load_config, refuse_windows
+from engine.model import CachedModel
+from engine.tiny import tiny_checkpoint
+
+
+def edit(directory: Path, name: str, **changes: object) -> None:
+    path = directory / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def copied(tiny: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A tiny Llama of the test's own, to be broken."""
+    copy = tmp_path / "copied"
+    copy.mkdir()
+    for path in tiny("llama").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+@pytest.mark.parametrize("model", ["/nowhere/model", "./nowhere", "nowhere", "a/b/c"])
+def test_a_missing_path_is_refused_in_one_line(model: str) -> None:
+    with pytest.raises(CheckpointError, match=r"does not exist; --model takes") as caught:
+        Checkpoint(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        Checkpoint(str(tmp_path))
+
+
+def test_a_hub_id_that_cannot_be_had_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: object, **kwargs: object) -> str:
+        raise OSError("cannot reach the hub\nand more")
+
+    monkeypatch.setattr("engine.checkpoint.snapshot_download", offline)
+    with pytest.raises(
+        CheckpointError, match=r"org/name is neither .*cannot reach the hub.*download it first"
+    ) as caught:
+        Checkpoint("org/name")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "not a causal language model"),
+        ({"model_type": "no-such-thing"}, "cannot read the config"),
+    ],
+)
+def test_what_is_no_causal_lm_is_refused(copied: Path, changes: dict[str, object], reason: str) -> None:
+    edit(copied, "config.json", **changes)
+    with pytest.raises(CheckpointError, match=reason):
+        Checkpoint(str(copied))
+
+
+def test_missing_or_broken_weights_are_refused(copied: Path) -> None:
+    edit(copied, "config.json", num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"lacks \d+ weights"):
+        Checkpoint(str(copied)).load()
+    (copied / "model.safetensors").write_bytes(b"nonsense" * 4)
+    with pytest.raises(CheckpointError, match="cannot load the weights"):
+        Checkpoint(str(copied)).load()
+
+
+def test_c025_a_window_smaller_than_the_sessions_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = str(tiny_checkpoint(tmp_path / "m", seed=1, arch="mistral", max_length=128, sliding_window=16))
+    with pytest.raises(CheckpointError, match=r"window of 16: a cache that has wrapped cannot be rewound.*16 or less"):
+        Checkpoint(path)
+    with pytest.raises(CheckpointError, match="window of 16"):
+        Checkpoint(path, max_length=17)
+    lm = Checkpoint(path, max_length=16).load()
+    model = CachedModel(lm, num_slots=1, max_length=16, max_tree_rows=4)
+    model.check_tree_attention()
+
+
+def test_c025_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "m", seed=1, arch="qwen2", use_sliding_window=True, max_window_layers=1)
+    config = load_config(path)
+    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
+    refuse_windows(config, 4096, "m")
+    with pytest.raises(CheckpointError, match="sliding_attention layers with a window of 4096"):
+        refuse_windows(config, 4097, "m")
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(CheckpointError, match="linear_attention layers: their state cannot be rewound"):
+        refuse_windows(config, 16, "m")
+
+
+def test_c028_end_tokens_are_the_union_of_tokenizer_and_configs(copied: Path) -> None:
+    edit(copied, "generation_config.json", eos_token_id=[2, 300])
+    edit(copied, "config.json", eos_token_id=301)
+    assert Checkpoint(str(copied)).stop_ids == (0, 2, 300, 301)
+    edit(copied, "generation_config.json", eos_token_id=None)
+    edit(copied, "config.json", eos_token_id=None)
+    assert Checkpoint(str(copied)).stop_ids == (0,)
+
+
+def test_the_first_layers_alone_can_be_loaded(tiny: Callable[[str], Path]) -> None:
+    checkpoint = Checkpoint(str(tiny("qwen2")))
+    part, whole = checkpoint.load(num_layers=1), checkpoint.load()
+    assert (len(part.layers), len(whole.layers)) == (1, 2)
+    with torch.inference_mode():
+        ids = torch.tensor([[5, 6, 7]])
+        hidden = whole.model(input_ids=ids, output_hidden_states=True).hidden_states[1]
+        expected = whole.model.lm_head(whole.model.model.norm(hidden))
+        assert torch.allclose(part.model(input_ids=ids).logits, expected, atol=1e-4)
+    with pytest.raises(CheckpointError, match=r"layers must be in 1\.\.2"):
+        checkpoint.load(num_layers=3)
+    assert "first 1 layers" in checkpoint.identity(num_layers=1).name
+
+
+def test_limits_and_types_are_checked(copied: Path) -> None:
+    with pytest.raises(CheckpointError, match="513 exceeds the 512 positions"):
+        Checkpoint(str(copied), max_length=513)
+    with pytest.raises(CheckpointError, match="dtype must be one of float32"):
+        Checkpoint(str(copied)).load(dtype="int4")
+    assert Checkpoint(str(copied)).load(dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_identity_names_tokenizer_weights_and_limits(copied: Path) -> None:
+    identity = Checkpoint(str(copied), max_length=100).identity()
+    assert (identity.name, identity.context_length, identity.vocab_size) == ("copied", 100, 320)
+    assert identity.stop_ids == (0, 2)
+    assert identity.drafts_for == ""
+    assert len(identity.weights) == len(identity.tokenizer) == 64
+    edit(copied, "config.json", drafts_for="other@1")
+    changed = Checkpoint(str(copied)).identity()
+    assert changed.drafts_for == "other@1"
+    assert changed.revision != identity.revision
+
+
+def test_weights_digest_changes_with_the_weights(copied: Path) -> None:
+    before = digest_weights(copied, "config")
+    assert digest_weights(copied, "config") == before != digest_weights(copied, "other")
+    path = copied / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    assert digest_weights(copied, "config") != before
+
+
+def test_two_seeds_write_two_checkpoints_and_one_seed_the_same(tmp_path: Path) -> None:
+    one, same, other = (
+        Checkpoint(str(tiny_checkpoint(tmp_path / name / "m", seed=seed))).identity()
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert one == same
+    assert one.weights != other.weights
