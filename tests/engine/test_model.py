@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.errors import CacheError
 from engine.hf import CausalLM
 from engine.model import CachedModel
+from engine.rows import SlotRows
 
 VOCAB = 320
 
@@ -122,8 +123,8 @@ def test_c022_random_work_on_two_slots_equals_a_fresh_cache_and_never_reads_stal
     assert model.cache.addresses() == addresses
 
 
-def _descends(rows: object, above: int, row: int) -> bool:
-    return bool(rows.tree[row].ancestors >> above & 1)  # type: ignore[attr-defined]
+def _descends(rows: SlotRows, above: int, row: int) -> bool:
+    return bool(rows.tree[row].ancestors >> above & 1)
 
 
 def test_c026_a_tree_pass_and_single_rows_choose_the_same_tokens(lm: CausalLM) -> None:

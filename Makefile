@@ -1,0 +1,49 @@
+# `make demo` runs the pipeline, `make test` and `make check` do what `.ci/run` does.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# Where torch comes from. On PyPI, Linux wheels bring CUDA (2 GB and more); for the CPU build:
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help setup demo test check clean
+
+help:
+	@echo "make setup    create $(VENV) and install everything (once)"
+	@echo "make demo     run the pipeline on this machine with an emulated 86 ms round trip"
+	@echo "make test     run the tests"
+	@echo "make check    formatting, lint and types"
+	@echo "make clean    remove $(VENV) and caches (not the model cache)"
+
+setup: .setup-stamp
+
+# The stamp is younger than what decides the installation, so a second call does nothing.
+.setup-stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setup: creating $(VENV) with $(PYTHON)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "Could not create $(VENV): on Debian, apt-get install python3-venv"; exit 1; }
+	@echo "setup: installing torch and the rest (some minutes the first time)"
+	@$(PIP_INSTALL) --quiet torch -e '.[dev]'
+	@touch $@
+	@echo "setup: done"
+
+demo: setup
+	@$(BIN)/python scripts/demo.py $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy scripts
+
+clean:
+	rm -rf $(VENV) .setup-stamp .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,88 @@
+"""The text of one answer as it grows: incremental decoding, stop strings, and what may be shown already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class DecodeStream(Protocol):
+    """Turns tokens into text one by one; `engine/tokenizer.py` supplies it."""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end of the answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a block of tokens did to the answer.
+
+    Attributes:
+        text: to be shown now.
+        num_tokens: how many of the block count: all, or up to and including the one that completed a stop string.
+        stopped: whether a stop string was completed.
+    """
+
+    text: str
+    num_tokens: int
+    stopped: bool
+
+
+class AnswerText:
+    """Feeds tokens through a decode stream and holds back what could still become a stop string.
+
+    Of several matches of stop strings the one that ends first wins; of those that end together, the longest. So the
+    text depends on the decoded text alone, not on where tokens end or how they come in blocks. The stop string is not
+    part of the text.
+    """
+
+    def __init__(self, stream: DecodeStream, stop: Sequence[str]) -> None:
+        self._stream = stream
+        self._stop = tuple(stop)
+        self._held = ""
+        self._stopped = False
+
+    def push(self, tokens: Sequence[int]) -> Push:
+        """Add a block of tokens. After a stop nothing is added any more."""
+        shown: list[str] = []
+        for i, token in enumerate(tokens):
+            if self._stopped:
+                return Push("".join(shown), i, True)
+            self._held += self._stream.push(token)
+            shown.append(self._release())
+        return Push("".join(shown), len(tokens), self._stopped)
+
+    def finish(self) -> str:
+        """The end of the answer: whatever was held back and is no stop string after all. Empty the second time."""
+        if self._stopped:
+            return ""
+        self._held += self._stream.flush()
+        shown = self._release()
+        rest, self._held = ("" if self._stopped else self._held), ""
+        return shown + rest
+
+    def _release(self) -> str:
+        """Cut `_held` at a stop string, or at the longest suffix that could still become one."""
+        found = [(start + len(stop), start) for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        if found:
+            _, start = min(found)
+            shown, self._held, self._stopped = self._held[:start], "", True
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,278 @@
+"""A WebSocket link: the sans-IO `Connection` over the websockets library.
+
+Reader, writer and keepalive of a link are one task group; when one of them ends, all do, and `run` raises why. Frames go
+out through a bounded queue: `send` never waits, and says when the queue is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+
+from wire.codec import encode
+from wire.connection import Connection, Opened, PeerHello, Received
+from wire.errors import LinkLost, Refused, WireError
+from wire.messages import MAX_FRAME_BYTES, Hello, Message
+
+OnFrame = Callable[[str, str | None, bytes, float], None]
+"""Called with type, session, frame and time of arrival."""
+OnWrite = Callable[[bytes, float, float], bytes]
+"""Called just before a frame is written, with the frame, the time it was queued and now; returns what to write."""
+
+CLOSE_TIMEOUT_S = 1.0
+
+
+class QueueFull(WireError):
+    """The peer does not read as fast as we send."""
+
+
+def link_options() -> dict[str, Any]:
+    """Settings that all hops share: one size limit, no compression (tiny frames, no memory for it), our own keepalive."""
+    return {
+        "compression": None,
+        "max_size": MAX_FRAME_BYTES,
+        "max_queue": 64,
+        "ping_interval": None,
+        "close_timeout": CLOSE_TIMEOUT_S,
+    }
+
+
+def set_nodelay(websocket: ClientConnection | ServerConnection) -> None:
+    """Frames are small and urgent; waiting to fill a segment costs a delayed acknowledgement, about 40 ms."""
+    sock: socket.socket | None = websocket.transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class Link:
+    """One link, once its handshake is under way.
+
+    Args:
+        max_queued_frames, max_queued_bytes: bounds of the outgoing queue.
+        on_write: see `OnWrite`.
+    """
+
+    def __init__(
+        self,
+        websocket: ClientConnection | ServerConnection,
+        connection: Connection,
+        *,
+        max_queued_frames: int = 4096,
+        max_queued_bytes: int = 8 << 20,
+        on_write: OnWrite | None = None,
+    ) -> None:
+        self.websocket = websocket
+        self.connection = connection
+        self.max_queued_frames = max_queued_frames
+        self.max_queued_bytes = max_queued_bytes
+        self.queued_bytes = 0
+        self._on_write = on_write
+        self._queue: deque[tuple[bytes, float]] = deque()
+        self._queued = asyncio.Event()
+        self._rearm = asyncio.Event()
+        self._closing: str | None = None
+        set_nodelay(websocket)
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Round trip to the peer, see `Connection.rtt_s`."""
+        return self.connection.rtt_s
+
+    @property
+    def num_queued(self) -> int:
+        """Frames that wait to be written."""
+        return len(self._queue)
+
+    def send(self, message: Message | bytes, *, now: float | None = None) -> None:
+        """Queue a frame. `now` is when it was ours to send, if that was earlier.
+
+        Raises:
+            QueueFull: nothing was queued.
+            FrameTooLarge: the message does not fit a frame.
+        """
+        frame = message if isinstance(message, bytes) else encode(message)
+        if len(self._queue) >= self.max_queued_frames or self.queued_bytes + len(frame) > self.max_queued_bytes:
+            raise QueueFull(
+                f"{len(self._queue)} frames ({self.queued_bytes} bytes) wait already; the limits are "
+                f"{self.max_queued_frames} frames and {self.max_queued_bytes} bytes"
+            )
+        self._put(frame, asyncio.get_running_loop().time() if now is None else now)
+
+    async def handshake(self) -> Opened | PeerHello:
+        """Exchange frames until the peer is known: its Hello for an acceptor, the Welcome for a dialer.
+
+        Raises:
+            LinkLost, Refused, PeerMismatch, ProtocolError: see `Connection.receive`.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            await self._write_own()
+            while True:
+                async with asyncio.timeout_at(self.connection.next_timer()):
+                    frame = await self.websocket.recv(decode=False)
+                for event in self.connection.receive(frame, loop.time()):
+                    if isinstance(event, Opened | PeerHello):
+                        return event
+        except TimeoutError:
+            self.connection.on_timer(loop.time())
+            raise LinkLost("the peer did not complete its handshake in time") from None
+        except ConnectionClosed as exc:
+            raise LinkLost(closed_by(exc)) from exc
+        finally:
+            await self._write_own()
+
+    async def run(self, on_frame: OnFrame) -> None:
+        """Carry frames until the link ends; always raises.
+
+        Raises:
+            LinkLost: with the cause: the peer was silent, closed with a code, or we closed.
+            ProtocolError: the peer sent a malformed frame.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read(on_frame), name="link reader")
+                tasks.create_task(self._write(), name="link writer")
+                tasks.create_task(self._keep_alive(), name="link keepalive")
+        except* ConnectionClosed as group:
+            raise LinkLost(self._closing or closed_by(first(group))) from first(group)
+        except* WireError as group:
+            raise first(group) from None
+
+    async def close(self, code: int = 1000, reason: str = "") -> None:
+        """Close the link; takes at most CLOSE_TIMEOUT_S, then the socket is cut."""
+        self._closing = f"closed by us with code {code} ({reason})"
+        await self.websocket.close(code, reason[:120])
+
+    async def flush(self) -> None:
+        """Wait until everything queued has been handed to the socket."""
+        while self._queue:
+            await asyncio.sleep(0.001)
+
+    async def _read(self, on_frame: OnFrame) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            frame = await self.websocket.recv(decode=False)
+            now = loop.time()
+            for event in self.connection.receive(frame, now):
+                if isinstance(event, Received):
+                    on_frame(event.type, event.session, event.frame, now)
+            self._put_own(now)
+            self._rearm.set()
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._queued.wait()
+            while self._queue:
+                frame, queued_at = self._queue.popleft()
+                self.queued_bytes -= len(frame)
+                if self._on_write is not None:
+                    frame = self._on_write(frame, queued_at, loop.time())
+                await self.websocket.send(frame, text=True)
+            self._queued.clear()
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._rearm.clear()
+            try:
+                async with asyncio.timeout_at(self.connection.next_timer()):
+                    await self._rearm.wait()
+            except TimeoutError:
+                self.connection.on_timer(loop.time())
+                self._put_own(loop.time())
+
+    def _put(self, frame: bytes, now: float) -> None:
+        self._queue.append((frame, now))
+        self.queued_bytes += len(frame)
+        self._queued.set()
+
+    def _put_own(self, now: float) -> None:
+        """Frames of the machine itself go in front: a Pong behind a megabyte of answers would be late."""
+        for frame in reversed(self.connection.frames_to_send()):
+            self._queue.appendleft((frame, now))
+            self.queued_bytes += len(frame)
+            self._queued.set()
+
+    async def _write_own(self) -> None:
+        for frame in self.connection.frames_to_send():
+            try:
+                await self.websocket.send(frame, text=True)
+            except ConnectionClosed:
+                return
+
+
+async def dial(
+    url: str,
+    *,
+    secret: str,
+    hello: Hello,
+    open_timeout_s: float = 10.0,
+    ssl_context: ssl.SSLContext | None = None,
+    proxy: str | None = None,
+    max_queued_bytes: int = 8 << 20,
+) -> Link:
+    """Connect to the relay and shake hands. The caller then runs the link.
+
+    Args:
+        url: ws:// or wss://; it must not carry the secret.
+        proxy: of the environment's proxies none is used unless one is named here.
+
+    Raises:
+        Refused, PeerMismatch, VersionMismatch: the relay turned us away.
+        LinkLost: nobody answers at the url.
+    """
+    options = link_options()
+    if ssl_context is not None:
+        options["ssl"] = ssl_context
+    try:
+        websocket = await connect(
+            url,
+            additional_headers={"Authorization": f"Bearer {secret}"},
+            open_timeout=open_timeout_s,
+            proxy=proxy,
+            **options,
+        )
+    except InvalidURI as exc:
+        raise Refused(f"the relay's address must be ws://HOST:PORT or wss://HOST:PORT, got {url}") from exc
+    except InvalidStatus as exc:
+        status = exc.response.status_code
+        if status in (401, 403):
+            raise Refused(f"the relay at {url} refused our secret ({status}): check FOREDRAFT_SECRET") from exc
+        raise LinkLost(f"the relay at {url} answered with HTTP {status}") from exc
+    except (OSError, InvalidHandshake, TimeoutError, EOFError) as exc:
+        raise LinkLost(f"no relay answers at {url}: {exc or type(exc).__name__}") from exc
+    now = asyncio.get_running_loop().time()
+    connection = Connection.dialing(hello, now=now, handshake_timeout_s=open_timeout_s)
+    link = Link(websocket, connection, max_queued_bytes=max_queued_bytes)
+    try:
+        await link.handshake()
+    except BaseException:
+        await websocket.close()
+        raise
+    return link
+
+
+def closed_by(exc: ConnectionClosed) -> str:
+    """Who closed a WebSocket, with what words."""
+    if exc.rcvd is not None:
+        return f"closed by the peer with code {exc.rcvd.code} ({exc.rcvd.reason or 'no reason given'})"
+    if exc.sent is not None:
+        return f"closed by us with code {exc.sent.code} ({exc.sent.reason or 'no reason given'})"
+    return "the connection was cut"
+
+
+def first(group: BaseExceptionGroup[Any]) -> Any:
+    """The first leaf of an exception group."""
+    exc: BaseException = group
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc

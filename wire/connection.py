@@ -1,0 +1,243 @@
+"""One peer's link as a state machine, without IO: handshake, keepalive, round-trip time.
+
+A dialer says Hello and waits for Welcome; an acceptor waits for Hello and answers with Welcome, or with an Error and the
+end. Times are handed in, on one monotonic clock; `next_timer` says when `on_timer` wants to be called.
+
+    state          event             next           what happens
+    -----          -----             ----           ------------
+    WAIT_HELLO     Hello             WAIT_VERDICT   PeerHello is reported; the owner calls `accept` or `refuse`
+    WAIT_VERDICT   accept()          OPEN           Welcome goes out, keepalive starts
+    WAIT_VERDICT   refuse()          CLOSED         Error goes out
+    WAIT_WELCOME   Welcome           OPEN           keepalive starts
+    WAIT_WELCOME   Error             CLOSED         Refused is raised with the relay's words
+    OPEN           Ping              OPEN           Pong goes out
+    OPEN           Pong              OPEN           the round trip is noted
+    OPEN           any other frame   OPEN           handed on as bytes with its type and session
+    any            silence           CLOSED         LinkLost is raised, saying whose fault it was
+
+Anything else is a ProtocolError.
+
+Keepalive: a Ping every interval; the link is dead when one has been out for the timeout and not a single frame has
+come since. If our own timer fires late by more than half the timeout, it is our loop that was blocked: the peer
+gets a new chance, because its answers may be waiting unread.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from wire.codec import decode, encode, peek
+from wire.errors import LinkLost, PeerMismatch, ProtocolError, Refused, VersionMismatch
+from wire.messages import PROTOCOL_VERSION, Error, Hello, Message, Ping, Pong, Welcome
+
+NUM_RTT_SAMPLES = 15
+
+
+class State(Enum):
+    """See the module's docstring."""
+
+    WAIT_HELLO = auto()
+    WAIT_VERDICT = auto()
+    WAIT_WELCOME = auto()
+    OPEN = auto()
+    CLOSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHello:
+    """The peer has introduced itself; call `accept` or `refuse`."""
+
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The link is up, under these terms."""
+
+    welcome: Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A frame for the owner; `frame` is not parsed beyond its type and session."""
+
+    type: str
+    session: str | None
+    frame: bytes
+
+
+Event = PeerHello | Opened | Received
+
+
+class Connection:
+    """The state of one link. Use `dialing` or `accepting`."""
+
+    def __init__(self, state: State, *, now: float, handshake_timeout_s: float) -> None:
+        self.state = state
+        self.hello: Hello | None = None
+        self.welcome: Welcome | None = None
+        self._deadline: float | None = now + handshake_timeout_s  # of the handshake
+        self._handshake_timeout_s = handshake_timeout_s
+        self._out: list[bytes] = []
+        self._interval_s = self._timeout_s = 0.0
+        self._next_ping_at = 0.0
+        self._ping_number = 0
+        self._ping_sent_at: float | None = None
+        self._heard_at = now
+        self._stalled_s = 0.0
+        self._rtts: deque[float] = deque(maxlen=NUM_RTT_SAMPLES)
+
+    @classmethod
+    def dialing(cls, hello: Hello, *, now: float, handshake_timeout_s: float) -> Connection:
+        """The side that introduces itself."""
+        connection = cls(State.WAIT_WELCOME, now=now, handshake_timeout_s=handshake_timeout_s)
+        connection.hello = hello
+        connection._out.append(encode(hello))
+        return connection
+
+    @classmethod
+    def accepting(cls, *, now: float, handshake_timeout_s: float) -> Connection:
+        """The side that decides."""
+        return cls(State.WAIT_HELLO, now=now, handshake_timeout_s=handshake_timeout_s)
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Median of the last round trips, less what the peer held the Ping; None before the first."""
+        return statistics.median(self._rtts) if self._rtts else None
+
+    @property
+    def stalled_s(self) -> float:
+        """How long our own loop has been found blocked, in total."""
+        return self._stalled_s
+
+    def frames_to_send(self) -> list[bytes]:
+        """Frames of the machine itself that are due, once."""
+        frames, self._out = self._out, []
+        return frames
+
+    def accept(self, welcome: Welcome, now: float) -> None:
+        """Let the peer in."""
+        self._expect(State.WAIT_VERDICT)
+        self._out.append(encode(welcome))
+        self._open(welcome, now)
+
+    def refuse(self, code: str, message: str) -> None:
+        """Turn the peer away."""
+        self._expect(State.WAIT_VERDICT)
+        self._out.append(encode(Error(code=code, message=message)))
+        self.state = State.CLOSED
+
+    def receive(self, frame: bytes, now: float) -> list[Event]:
+        """Take one frame.
+
+        Raises:
+            ProtocolError: it is malformed, or not due in this state.
+            Refused, PeerMismatch, VersionMismatch: the other side has turned us away.
+        """
+        self._heard_at = now
+        kind, session = peek(frame)
+        if self.state is State.OPEN:
+            if kind == Ping.type:
+                self._out.append(encode(Pong(number=self._number(frame))))
+                return []
+            if kind == Pong.type:
+                self._on_pong(frame, now)
+                return []
+            if kind in (Hello.type, Welcome.type):
+                raise ProtocolError(f"{kind} came on a link that is open already")
+            return [Received(kind, session, frame)]
+        message = decode(frame)
+        match self.state, message:
+            case State.WAIT_HELLO, Hello():
+                self.hello = message
+                self.state = State.WAIT_VERDICT
+                self._deadline = None
+                if message.protocol != PROTOCOL_VERSION:
+                    text = (
+                        f"protocol {message.protocol} of {message.role} node {message.name} "
+                        f"({message.model or 'no model'}) is not protocol {PROTOCOL_VERSION} of this relay"
+                    )
+                    self.refuse("version", text)
+                    raise VersionMismatch(text)
+                return [PeerHello(message)]
+            case State.WAIT_WELCOME, Welcome():
+                if message.protocol != PROTOCOL_VERSION:
+                    raise VersionMismatch(f"the relay speaks protocol {message.protocol}, we speak {PROTOCOL_VERSION}")
+                self._open(message, now)
+                return [Opened(message)]
+            case State.WAIT_WELCOME, Error():
+                self.state = State.CLOSED
+                raise {"mismatch": PeerMismatch, "version": VersionMismatch}.get(message.code, Refused)(message.message)
+        raise ProtocolError(f"{kind} is not due in state {self.state.name}")
+
+    def next_timer(self) -> float | None:
+        """When `on_timer` wants to be called; None for not at all."""
+        if self.state is State.OPEN:
+            if self._ping_sent_at is None:
+                return self._next_ping_at
+            return max(self._heard_at, self._ping_sent_at) + self._timeout_s
+        return self._deadline if self.state is not State.CLOSED else None
+
+    def on_timer(self, now: float) -> None:
+        """Send a Ping, or find the peer dead.
+
+        Raises:
+            LinkLost: the peer is silent.
+        """
+        due = self.next_timer()
+        if due is None or now < due:
+            return
+        if self.state is not State.OPEN:
+            raise LinkLost(f"the peer did not complete its handshake within {self._handshake_timeout_s:g} s")
+        late_s = now - due
+        if self._ping_sent_at is None:
+            self._ping(now)
+        elif late_s > self._timeout_s / 2:
+            self._stalled_s += late_s
+            self._ping(now)
+        elif self._heard_at < self._ping_sent_at:
+            self.state = State.CLOSED
+            stalled = f"; our own loop was blocked for {self._stalled_s:.1f} s before" if self._stalled_s else ""
+            raise LinkLost(
+                f"peer silent for {now - self._heard_at:.1f} s "
+                f"(no answer to a ping within {self._timeout_s:g} s{stalled})"
+            )
+        else:
+            # It speaks, though this Pong is late: behind a big frame, say. Ask again.
+            self._ping(now)
+
+    def _open(self, welcome: Welcome, now: float) -> None:
+        self.state = State.OPEN
+        self.welcome = welcome
+        self._deadline = None
+        self._interval_s, self._timeout_s = welcome.ping_interval_s, welcome.ping_timeout_s
+        self._next_ping_at = now
+
+    def _ping(self, now: float) -> None:
+        self._ping_number += 1
+        self._ping_sent_at = now
+        self._out.append(encode(Ping(number=self._ping_number)))
+
+    def _on_pong(self, frame: bytes, now: float) -> None:
+        pong = decode(frame)
+        assert isinstance(pong, Pong)
+        if self._ping_sent_at is None or pong.number != self._ping_number:
+            return
+        self._rtts.append(max(0.0, now - self._ping_sent_at - pong.residence_s))
+        # The first samples come quickly, so that the ledger of a short run has a median to go by.
+        settled = len(self._rtts) >= NUM_RTT_SAMPLES // 3
+        self._next_ping_at = now + (self._interval_s if settled else min(self._interval_s, 0.2))
+        self._ping_sent_at = None
+
+    def _expect(self, state: State) -> None:
+        if self.state is not state:
+            raise RuntimeError(f"the link is in state {self.state.name}, not {state.name}")
+
+    @staticmethod
+    def _number(frame: bytes) -> int:
+        message: Message = decode(frame)
+        assert isinstance(message, Ping)
+        return message.number
