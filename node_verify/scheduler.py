@@ -292,8 +292,7 @@ class VerifyScheduler:
                 # A drafter that breaks the protocol is not listened to again in this epoch; the answer goes on.
                 session.drafting = False
                 session.stats.num_malformed += 1
-                text = f"candidates of session {session.id}: {exc}"
-                return [Send(Error(session=session.id, code="malformed", message=text))]
+                return [Send(PeerGone(session=session.id, role="draft", reason=f"malformed candidates: {exc}"))]
             session.stats.num_received += 1
             if arrival is Arrival.ORPHAN:
                 session.stats.num_orphaned += 1
@@ -485,7 +484,7 @@ class VerifyScheduler:
         """End a session with a `Done`; its tokens stand."""
         request = session.request
         num_prompt = len(request.prompt_ids) if request else 0
-        num_answer = session.tree.length - num_prompt if session.tree else 0
+        num_answer = session.tree.length - num_prompt if session.tree is not None else 0
         report = session.stats.report() | {
             "verify_compute_s": session.compute_s,
             "verify_overhead_s": session.overhead_s,

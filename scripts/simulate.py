@@ -45,6 +45,7 @@ from wire.messages import (
     ModelIdentity,
     OpenSession,
     TextDelta,
+    TokenLogprob,
 )
 
 Fault = Callable[[str, Message], Sequence[float]]
@@ -88,6 +89,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     opened_at: float = 0.0
@@ -232,6 +234,7 @@ class Simulation:
                 answer.tokens += message.tokens
                 answer.sources += message.sources
                 answer.text += message.text
+                answer.logprobs += message.logprobs or ()
                 answer.token_times += [self.now] * len(message.tokens)
             case Done():
                 self.answers[message.session].finish_reason = message.finish_reason

@@ -1,7 +1,7 @@
 """Where a round's milliseconds went.
 
-A round is one frame of candidates: from the start of its drafting to the moment when the acceptance that first answers it
-has been applied, all on the draft node's clock. The verify node and the relay contribute durations of their own
+A round is one frame of candidates: from the start of its drafting to the moment when the acceptance that first answers
+it has been applied, all on the draft node's clock. The verify node and the relay contribute durations of their own
 clocks, so clock skew cannot matter. The time on the wire is split by round trips that each node measures against
 the relay: a frame up or down takes half of each. What the parts do not add up to is *unaccounted*.
 

@@ -12,6 +12,7 @@ end. Times are handed in, on one monotonic clock; `next_timer` says when `on_tim
     WAIT_WELCOME   Error             CLOSED         Refused is raised with the relay's words
     OPEN           Ping              OPEN           Pong goes out
     OPEN           Pong              OPEN           the round trip is noted
+    OPEN           fatal Error       CLOSED         PeerMismatch or VersionMismatch is raised
     OPEN           any other frame   OPEN           handed on as bytes with its type and session
     any            silence           CLOSED         LinkLost is raised, saying whose fault it was
 
@@ -30,10 +31,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from wire.codec import decode, encode, peek
-from wire.errors import LinkLost, PeerMismatch, ProtocolError, Refused, VersionMismatch
+from wire.errors import LinkLost, PeerMismatch, ProtocolError, Refused, VersionMismatch, WireError
 from wire.messages import PROTOCOL_VERSION, Error, Hello, Message, Ping, Pong, Welcome
 
 NUM_RTT_SAMPLES = 15
+FATAL: dict[str, type[WireError]] = {"mismatch": PeerMismatch, "version": VersionMismatch}
+"""Errors without a session after which a reconnect would not help."""
 
 
 class State(Enum):
@@ -79,6 +82,7 @@ class Connection:
         self.state = state
         self.hello: Hello | None = None
         self.welcome: Welcome | None = None
+        self._serving = ""
         self._deadline: float | None = now + handshake_timeout_s  # of the handshake
         self._handshake_timeout_s = handshake_timeout_s
         self._out: list[bytes] = []
@@ -99,9 +103,11 @@ class Connection:
         return connection
 
     @classmethod
-    def accepting(cls, *, now: float, handshake_timeout_s: float) -> Connection:
-        """The side that decides."""
-        return cls(State.WAIT_HELLO, now=now, handshake_timeout_s=handshake_timeout_s)
+    def accepting(cls, *, now: float, handshake_timeout_s: float, serving: str = "") -> Connection:
+        """The side that decides. `serving` says what it has, for a peer of another version to read."""
+        connection = cls(State.WAIT_HELLO, now=now, handshake_timeout_s=handshake_timeout_s)
+        connection._serving = serving
+        return connection
 
     @property
     def rtt_s(self) -> float | None:
@@ -146,6 +152,11 @@ class Connection:
             if kind == Pong.type:
                 self._on_pong(frame, now)
                 return []
+            if kind == Error.type and session is None:
+                error = decode(frame)
+                assert isinstance(error, Error)
+                if error.code in FATAL:
+                    raise FATAL[error.code](error.message)
             if kind in (Hello.type, Welcome.type):
                 raise ProtocolError(f"{kind} came on a link that is open already")
             return [Received(kind, session, frame)]
@@ -156,10 +167,7 @@ class Connection:
                 self.state = State.WAIT_VERDICT
                 self._deadline = None
                 if message.protocol != PROTOCOL_VERSION:
-                    text = (
-                        f"protocol {message.protocol} of {message.role} node {message.name} "
-                        f"({message.model or 'no model'}) is not protocol {PROTOCOL_VERSION} of this relay"
-                    )
+                    text = version_mismatch(message, self._serving)
                     self.refuse("version", text)
                     raise VersionMismatch(text)
                 return [PeerHello(message)]
@@ -170,7 +178,7 @@ class Connection:
                 return [Opened(message)]
             case State.WAIT_WELCOME, Error():
                 self.state = State.CLOSED
-                raise {"mismatch": PeerMismatch, "version": VersionMismatch}.get(message.code, Refused)(message.message)
+                raise FATAL.get(message.code, Refused)(message.message)
         raise ProtocolError(f"{kind} is not due in state {self.state.name}")
 
     def next_timer(self) -> float | None:
@@ -241,3 +249,15 @@ class Connection:
         message: Message = decode(frame)
         assert isinstance(message, Ping)
         return message.number
+
+
+def version_mismatch(hello: Hello, serving: str) -> str:
+    """The text for a peer of another protocol version; `serving` says what the acceptor has."""
+    model = ""
+    if hello.model is not None:
+        # Not str(model): that would name our version as the peer's.
+        model = f" with {hello.model.name}@{hello.model.revision or '-'} (tokenizer {hello.model.tokenizer[:12]})"
+    return (
+        f"{hello.role} {hello.name}{model} speaks protocol {hello.protocol}, this relay speaks protocol "
+        f"{PROTOCOL_VERSION} and has {serving or 'no node'}"
+    )

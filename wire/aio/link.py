@@ -18,14 +18,16 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
 from wire.codec import encode
-from wire.connection import Connection, Opened, PeerHello, Received
-from wire.errors import LinkLost, Refused, WireError
+from wire.connection import Connection, Opened, PeerHello, Received, State
+from wire.errors import LinkLost, ProtocolError, Refused, WireError
 from wire.messages import MAX_FRAME_BYTES, Hello, Message
 
 OnFrame = Callable[[str, str | None, bytes, float], None]
 """Called with type, session, frame and time of arrival."""
 OnWrite = Callable[[bytes, float, float], bytes]
 """Called just before a frame is written, with the frame, the time it was queued and now; returns what to write."""
+OnMalformed = Callable[[ProtocolError, float], None]
+"""Called with what is wrong with a frame, and its time of arrival; the link goes on."""
 
 CLOSE_TIMEOUT_S = 1.0
 
@@ -58,6 +60,7 @@ class Link:
     Args:
         max_queued_frames, max_queued_bytes: bounds of the outgoing queue.
         on_write: see `OnWrite`.
+        on_malformed: see `OnMalformed`; without it a malformed frame ends the link.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Link:
         max_queued_frames: int = 4096,
         max_queued_bytes: int = 8 << 20,
         on_write: OnWrite | None = None,
+        on_malformed: OnMalformed | None = None,
     ) -> None:
         self.websocket = websocket
         self.connection = connection
@@ -75,6 +79,7 @@ class Link:
         self.max_queued_bytes = max_queued_bytes
         self.queued_bytes = 0
         self._on_write = on_write
+        self._on_malformed = on_malformed
         self._queue: deque[tuple[bytes, float]] = deque()
         self._queued = asyncio.Event()
         self._rearm = asyncio.Event()
@@ -161,7 +166,14 @@ class Link:
         while True:
             frame = await self.websocket.recv(decode=False)
             now = loop.time()
-            for event in self.connection.receive(frame, now):
+            try:
+                events = self.connection.receive(frame, now)
+            except ProtocolError as exc:
+                if self._on_malformed is None or self.connection.state is not State.OPEN:
+                    raise
+                self._on_malformed(exc, now)
+                continue
+            for event in events:
                 if isinstance(event, Received):
                     on_frame(event.type, event.session, event.frame, now)
             self._put_own(now)

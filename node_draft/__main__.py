@@ -1,0 +1,115 @@
+"""`python -m node_draft`: load the drafter, link to the relay, draft until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from engine.checkpoint import Checkpoint, CheckpointIdentity
+from engine.drafter import HFDrafter
+from engine.errors import EngineError
+from engine.executor import ModelExecutor
+from engine.model import CachedModel
+from engine.ngram import NgramDrafter
+from engine.runner import DraftRunner
+from node_draft.config import DraftConfig
+from node_draft.node import DraftNode
+from node_draft.scheduler import DraftScheduler
+from wire.aio.dialer import keep_linked
+from wire.aio.trace import TraceWriter
+from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
+from wire.settings import EXIT_OK, run_main, setup_logging, ssl_context, stop_on_signals
+
+log = logging.getLogger("node_draft")
+MAX_TREE_ROWS = 128
+
+
+def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
+    """Load the drafter that was asked for, with the identity it shows in the handshake."""
+    torch.set_num_threads(config.threads)
+    checkpoint = Checkpoint(config.model, max_length=config.max_length)
+    vocab_size = checkpoint.tokenizer.vocab_size
+    if config.drafter == "ngram":
+        drafter = NgramDrafter(num_slots=config.slots, max_length=checkpoint.max_length)
+        return checkpoint.identity(), drafter
+    num_layers = int(config.drafter.partition(":")[2]) if config.drafter != "model" else None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
+    lm = checkpoint.load(dtype=dtype, device=device, num_layers=num_layers)
+    model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=MAX_TREE_ROWS)
+    model.check_tree_attention()
+    return checkpoint.identity(num_layers=num_layers), HFDrafter(model, vocab_size=vocab_size)
+
+
+async def serve(config: DraftConfig) -> int:
+    """Load, then draft until SIGTERM; the exit code."""
+    stop = asyncio.Event()
+    stop_on_signals(lambda number: (log.info("%s: draining", signal.Signals(number).name), stop.set()))
+    executor = ModelExecutor("drafter")
+    identity, drafter = await executor.run(load, config)
+    trace = TraceWriter(config.trace)
+    node = DraftNode(
+        scheduler=DraftScheduler(
+            growth=config.growth,
+            num_slots=drafter.num_slots,
+            max_length=drafter.max_length,
+            max_rows=drafter.max_rows,
+        ),
+        runner=drafter,
+        executor=executor,
+        trace=trace,
+    )
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        role="draft",
+        name=config.name,
+        region=config.region,
+        capacity=config.slots,
+        model=ModelIdentity(**asdict(identity)),
+    )
+
+    def ready() -> None:
+        sys.stdout.write(json.dumps({"ready": True, "model": identity.name}) + "\n")
+        sys.stdout.flush()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(node.feed_model(), name="feed model"),
+            tasks.create_task(
+                keep_linked(
+                    node,
+                    url=config.relay,
+                    secret=config.secret,
+                    hello=hello,
+                    ssl_context=ssl_context(config.relay, config.ca_file),
+                    on_up=ready,
+                ),
+                name="relay link",
+            ),
+        ]
+        await stop.wait()
+        await node.drain(config.grace_s, "SIGTERM")
+        for task in running:
+            task.cancel()
+    await executor.close()
+    trace.close()
+    return EXIT_OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    config = DraftConfig.read(argv)
+    setup_logging(config.log_level)
+    return run_main("draft", lambda: serve(config), EngineError, debug=config.log_level == "debug")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

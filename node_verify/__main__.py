@@ -1,0 +1,116 @@
+"""`python -m node_verify`: load the target, link to the relay, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from engine.checkpoint import Checkpoint
+from engine.errors import EngineError
+from engine.executor import ModelExecutor
+from engine.model import CachedModel
+from engine.target import HFTarget
+from node_verify.config import VerifyConfig
+from node_verify.node import VerifyNode
+from node_verify.scheduler import VerifyScheduler
+from speculation.selection import BestFirst
+from wire.aio.dialer import keep_linked
+from wire.aio.trace import TraceWriter
+from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
+from wire.settings import EXIT_OK, run_main, setup_logging, ssl_context, stop_on_signals
+
+log = logging.getLogger("node_verify")
+
+
+def load(config: VerifyConfig) -> tuple[Checkpoint, HFTarget]:
+    """Load the model, and check that it scores a tree of candidates as it scores each path alone."""
+    torch.set_num_threads(config.threads)
+    checkpoint = Checkpoint(config.model, max_length=config.max_length)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
+    lm = checkpoint.load(dtype=dtype, device=device)
+    model = CachedModel(
+        lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows
+    )
+    model.check_tree_attention()
+    return checkpoint, HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
+
+
+async def serve(config: VerifyConfig) -> int:
+    """Load, then serve until SIGTERM; the exit code."""
+    stop = asyncio.Event()
+    stop_on_signals(lambda number: (log.info("%s: draining", signal.Signals(number).name), stop.set()))
+    executor = ModelExecutor("target")
+    checkpoint, target = await executor.run(load, config)
+    identity = await executor.run(checkpoint.identity)
+    trace = TraceWriter(config.trace)
+    node = VerifyNode(
+        scheduler=VerifyScheduler(
+            selection=BestFirst(config.max_rows),
+            patience_s=config.patience_s,
+            num_slots=target.num_slots,
+            max_rows=target.max_rows,
+            vocab_size=identity.vocab_size,
+        ),
+        runner=target,
+        executor=executor,
+        tokenizer=checkpoint.tokenizer,
+        context_length=identity.context_length,
+        vocab_size=identity.vocab_size,
+        stop_ids=identity.stop_ids,
+        trace=trace,
+    )
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        role="verify",
+        name=config.name,
+        region=config.region,
+        capacity=config.slots,
+        model=ModelIdentity(**asdict(identity)),
+    )
+
+    def ready() -> None:
+        sys.stdout.write(json.dumps({"ready": True, "model": identity.name}) + "\n")
+        sys.stdout.flush()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(node.feed_model(), name="feed model"),
+            tasks.create_task(
+                keep_linked(
+                    node,
+                    url=config.relay,
+                    secret=config.secret,
+                    hello=hello,
+                    ssl_context=ssl_context(config.relay, config.ca_file),
+                    on_up=ready,
+                ),
+                name="relay link",
+            ),
+        ]
+        await stop.wait()
+        await node.drain(config.grace_s, "SIGTERM")
+        for task in running:
+            task.cancel()
+    await executor.close()
+    trace.close()
+    return EXIT_OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    config = VerifyConfig.read(argv)
+    setup_logging(config.log_level)
+    return run_main("verify", lambda: serve(config), EngineError, debug=config.log_level == "debug")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

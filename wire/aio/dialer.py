@@ -1,0 +1,97 @@
+"""Keeping a node linked to its relay: dial, run, and dial again with growing, jittered pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from wire.aio.link import Link, dial
+from wire.errors import LinkLost
+from wire.messages import Hello
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Backoff:
+    """Pauses between attempts: `first_s`, doubling up to `most_s`, each cut by up to half at random.
+
+    A link that stood for `stable_s` resets it; one that fell at once does not, or a refusing relay would be hammered.
+    """
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    stable_s: float = 30.0
+    num_failures: int = 0
+
+    def pause_s(self, rng: random.Random) -> float:
+        """The pause before the next attempt."""
+        longest = min(self.most_s, self.first_s * 2.0**self.num_failures)
+        self.num_failures += 1
+        return longest * rng.uniform(0.5, 1.0)
+
+    def on_link_ended(self, up_s: float) -> None:
+        """A link stood for `up_s`."""
+        if up_s >= self.stable_s:
+            self.num_failures = 0
+
+
+class LinkUser(Protocol):
+    """What a node does with its link."""
+
+    def on_link(self, link: Link) -> None: ...
+
+    def on_link_lost(self) -> None: ...
+
+    def on_frame(self, frame: bytes, now: float) -> None: ...
+
+
+async def keep_linked(
+    user: LinkUser,
+    *,
+    url: str,
+    secret: str,
+    hello: Hello,
+    ssl_context: ssl.SSLContext | None,
+    on_up: Callable[[], None] = lambda: None,
+    rng: random.Random | None = None,
+) -> None:
+    """Run for ever; raises when the relay turns us away for good.
+
+    Raises:
+        Refused, PeerMismatch, VersionMismatch: trying again as we are would not help.
+        LinkLost: of the very first attempt, so that a wrong address is told at once.
+    """
+    loop = asyncio.get_running_loop()
+    backoff = Backoff()
+    rng = rng or random.Random()
+    was_up = False
+    while True:
+        try:
+            link = await dial(url, secret=secret, hello=hello, ssl_context=ssl_context)
+        except LinkLost as exc:
+            if not was_up:
+                raise
+            pause_s = backoff.pause_s(rng)
+            log.warning("%s; next attempt in %.1f s", exc, pause_s)
+            await asyncio.sleep(pause_s)
+            continue
+        since = loop.time()
+        was_up = True
+        log.info("> linked to the relay at %s", url)
+        user.on_link(link)
+        on_up()
+        try:
+            await link.run(lambda kind, session, frame, now: user.on_frame(frame, now))
+        except LinkLost as exc:
+            log.warning("< link to the relay lost: %s", exc)
+        finally:
+            user.on_link_lost()
+            await link.close(1001, "going away")
+        backoff.on_link_ended(loop.time() - since)
+        await asyncio.sleep(backoff.pause_s(rng))

@@ -1,0 +1,139 @@
+"""What the command lines have in common: settings from flags, environment and TOML, exit codes, logging.
+
+A value is looked for in this order: flag, environment (FOREDRAFT_PROGRAM_NAME), the program's section of the TOML file
+given by --config, default. The secret is never a flag: it would show in the process list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import ssl
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import configargparse
+
+from wire.errors import WireError
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+SECRET_VARIABLE = "FOREDRAFT_SECRET"
+MIN_SECRET_CHARS = 8
+
+
+def parser(program: str, description: str) -> configargparse.ArgumentParser:
+    """A parser for `program`, with --config, --log-level and --secret-file."""
+    arguments = configargparse.ArgumentParser(
+        prog=f"foredraft-{program}",
+        description=description,
+        auto_env_var_prefix=f"FOREDRAFT_{program.upper()}_",
+        config_file_parser_class=configargparse.TomlConfigParser([program]),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    arguments.add_argument("--config", is_config_file=True, help=f"TOML file; section [{program}]")
+    arguments.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    arguments.add_argument(
+        "--secret-file", type=Path, help=f"file with the secret shared by all parts (else: {SECRET_VARIABLE})"
+    )
+    return arguments
+
+
+def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name: str) -> None:
+    """What draft and verify node share."""
+    arguments.add_argument("--relay", required=True, help="address of the relay, ws://HOST:PORT or wss://HOST:PORT")
+    arguments.add_argument("--ca-file", type=Path, help="PEM file of a private certificate authority, for wss://")
+    arguments.add_argument("--name", default=default_name, help="how the node is called in logs and errors")
+    arguments.add_argument("--region", default="", help="where the node runs")
+    arguments.add_argument("--threads", type=whole(1, 1024), default=1, help="threads of one forward pass on a CPU")
+    arguments.add_argument("--grace-s", type=float, default=20.0, help="how long SIGTERM lets answers finish")
+    arguments.add_argument("--trace", type=Path, help="write a JSONL trace of passes and rounds to this file")
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """An argument type: an integer in low..high."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be an integer in {low}..{high}, got {text!r}")
+        return value
+
+    return convert
+
+
+def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namespace) -> str:
+    """The shared secret; a missing or short one is a usage error."""
+    if given.secret_file is not None:
+        try:
+            secret = given.secret_file.read_text().strip()
+        except OSError as exc:
+            arguments.error(f"--secret-file {given.secret_file}: {exc.strerror}")
+    else:
+        secret = os.environ.get(SECRET_VARIABLE, "")
+    if len(secret) < MIN_SECRET_CHARS:
+        arguments.error(
+            f"no secret of at least {MIN_SECRET_CHARS} characters: set {SECRET_VARIABLE} or give --secret-file"
+        )
+    if not (secret.isascii() and secret.isprintable()) or " " in secret:
+        arguments.error("the secret must be printable ASCII without spaces")
+    return secret
+
+
+def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
+    """Verification is always on; a private authority is added, not trusted instead of a check."""
+    if not url.startswith("wss://"):
+        return None
+    context = ssl.create_default_context()
+    if ca_file is not None:
+        context.load_verify_locations(ca_file)
+    return context
+
+
+def setup_logging(level: str) -> None:
+    """Log to standard error. The websockets library logs headers at its debug level, so it stays above that."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("websockets").setLevel(logging.WARNING)
+
+
+def run_main(
+    program: str, main: Callable[[], Coroutine[Any, Any, int]], *expected: type[Exception], debug: bool = False
+) -> int:
+    """Run `main` in an event loop and turn its outcome into an exit code.
+
+    Args:
+        expected: errors that are told in one line, besides wire and operating-system errors.
+        debug: show tracebacks.
+    """
+    import asyncio
+
+    try:
+        return asyncio.run(main())
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BaseException as exc:
+        cause: BaseException = exc
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if debug or not isinstance(cause, (WireError, OSError, *expected)):
+            raise
+        sys.stderr.write(f"foredraft-{program}: {cause}\n")
+        return EXIT_FAILURE
+
+
+def stop_on_signals(stop: Callable[[signal.Signals], None]) -> None:
+    """Have SIGTERM and SIGINT call `stop` in the running event loop."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
