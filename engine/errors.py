@@ -1,10 +1,10 @@
 """The error tree of the engine.
 
-    EngineError
-    ├── CheckpointError    a model that cannot be loaded or served; the message says what to do
-    ├── CacheError         a cache operation out of bounds; nothing was changed
-    ├── NumericalError     the target's logits are not numbers; the session cannot go on
-    └── EngineDead         the thread that owns the model has died
+EngineError
+├── CheckpointError    a model that cannot be loaded or served; the message says what to do
+├── CacheError         a cache operation out of bounds; nothing was changed
+├── NumericalError     the target's logits are not numbers; the session cannot go on
+└── EngineDead         the thread that owns the model has died
 """
 
 from __future__ import annotations

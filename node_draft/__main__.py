@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,10 +19,10 @@ from engine.runner import DraftRunner
 from node_draft.config import DraftConfig
 from node_draft.node import DraftNode
 from node_draft.scheduler import DraftScheduler
-from wire.aio.dialer import keep_linked
+from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals
 from wire.aio.trace import TraceWriter
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
-from wire.settings import EXIT_OK, run_main, setup_logging, ssl_context, stop_on_signals
+from wire.settings import setup_logging, ssl_context
 
 log = logging.getLogger("node_draft")
 MAX_TREE_ROWS = 128
@@ -51,8 +48,7 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
 
 async def serve(config: DraftConfig) -> int:
     """Load, then draft until SIGTERM; the exit code."""
-    stop = asyncio.Event()
-    stop_on_signals(lambda number: (log.info("%s: draining", signal.Signals(number).name), stop.set()))
+    stop = stop_on_signals()
     executor = ModelExecutor("drafter")
     identity, drafter = await executor.run(load, config)
     trace = TraceWriter(config.trace)
@@ -76,29 +72,15 @@ async def serve(config: DraftConfig) -> int:
         model=ModelIdentity(**asdict(identity)),
     )
 
-    def ready() -> None:
-        sys.stdout.write(json.dumps({"ready": True, "model": identity.name}) + "\n")
-        sys.stdout.flush()
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(node.feed_model(), name="feed model"),
-            tasks.create_task(
-                keep_linked(
-                    node,
-                    url=config.relay,
-                    secret=config.secret,
-                    hello=hello,
-                    ssl_context=ssl_context(config.relay, config.ca_file),
-                    on_up=ready,
-                ),
-                name="relay link",
-            ),
-        ]
-        await stop.wait()
-        await node.drain(config.grace_s, "SIGTERM")
-        for task in running:
-            task.cancel()
+    await run_node(
+        node,
+        stop,
+        url=config.relay,
+        secret=config.secret,
+        hello=hello,
+        ssl_context=ssl_context(config.relay, config.ca_file),
+        grace_s=config.grace_s,
+    )
     await executor.close()
     trace.close()
     return EXIT_OK

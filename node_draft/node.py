@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 from engine.executor import ModelExecutor
 from engine.runner import DraftRunner
-from node_draft.scheduler import Action, CloseSlot, DraftScheduler, FrameAnswered, OpenSlot, Send
+from node_draft.scheduler import DraftScheduler
+from node_draft.session import Action, CloseSlot, FrameAnswered, OpenSlot, Send
 from speculation.ledger import Round
 from speculation.passes import DraftResult, DraftStep
 from wire.aio.link import Link

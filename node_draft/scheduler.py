@@ -18,12 +18,21 @@ that have been through the model; the step begins by feeding those that are miss
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from node_draft.session import (
+    Action,
+    CloseSlot,
+    Counters,
+    FrameAnswered,
+    OpenSlot,
+    Send,
+    SentFrame,
+    Session,
+    State,
+)
 from speculation.growth import GrowthPolicy
-from speculation.passes import DraftResult, DraftStep, NodeRow, Sampling
-from speculation.tree import ROOT, Arrival, Tree
+from speculation.passes import DraftResult, DraftStep, NodeRow
+from speculation.tree import ROOT, Arrival, Tree, score_byte
 from wire.codec import digest_ids
 from wire.messages import (
     MAX_NODES_PER_FRAME,
@@ -34,113 +43,7 @@ from wire.messages import (
     Prefix,
     Release,
     Resync,
-    RoundTiming,
 )
-
-SCORE_STEPS_PER_NAT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send this message to the relay."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSlot:
-    """Have the runner open a slot."""
-
-    slot: int
-    sampling: Sampling
-    num_prompt: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSlot:
-    """Have the runner free a slot."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class FrameAnswered:
-    """A frame's round is over: what the draft node knows of it, for the ledger. Times are this node's clock."""
-
-    session: str
-    started_at: float
-    sent_at: float
-    draft_s: float
-    timing: RoundTiming
-    acceptance: Acceptance
-
-
-Action = Send | OpenSlot | CloseSlot | FrameAnswered
-
-
-class State(Enum):
-    """See the module's docstring."""
-
-    LOADING = auto()
-    DRAFTING = auto()
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the drafter did, for metrics and traces."""
-
-    num_steps: int = 0
-    num_rows: int = 0
-    num_nodes: int = 0
-    num_wasted: int = 0
-    num_frames: int = 0
-    num_resends: int = 0
-    num_resyncs: int = 0
-    num_stale_messages: int = 0
-
-
-@dataclass(slots=True)
-class SentFrame:
-    """A frame in flight."""
-
-    started_at: float
-    sent_at: float
-    draft_s: float
-
-
-@dataclass(slots=True)
-class Session:
-    """One session of the draft node."""
-
-    id: str
-    epoch: int
-    slot: int
-    total: int
-    limit: int
-    digest: str
-    num_prompt: int
-    sampling: Sampling
-    state: State = State.LOADING
-    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    tree: Tree | None = None
-    num_cached: int = 0
-    """Committed rows of the cache, once the next step has settled it."""
-    cached: set[int] = field(default_factory=set)
-    """Nodes that have been through the model and are alive or newly accepted."""
-    accepted: list[tuple[int, int]] = field(default_factory=list)
-    """(node, position) accepted since the last step was given out."""
-    next_node: int = 0
-    next_frame: int = 0
-    unsent: list[int] = field(default_factory=list)
-    wire_ids: dict[int, int] = field(default_factory=dict)
-    """Ids under which live nodes were sent: a resend gives them new ones, the cache keeps the old."""
-    next_wire_id: int = 0
-    in_flight: OrderedDict[int, SentFrame] = field(default_factory=OrderedDict)
-    resend_floor: int = 0
-    """Orphans in frames below it are known about."""
-    resync_at: int = -1
-    started_at: float | None = None
-    draft_s: float = 0.0
 
 
 class DraftScheduler:
@@ -430,7 +333,7 @@ class DraftScheduler:
             first_node=first,
             parents=tuple(self._wire_parent(session, tree, node) for node in nodes),
             tokens=tuple(tree.nodes[node].token for node in nodes),
-            scores=tuple(score_byte(tree, node) for node in nodes),
+            scores=tuple(score_byte(tree.step_logprob(node)) for node in nodes),
             draft_s=draft_s,
             overhead_s=max(0.0, now - started_at - draft_s),
         )
@@ -440,15 +343,3 @@ class DraftScheduler:
     def _wire_parent(session: Session, tree: Tree, node: int) -> int:
         parent = tree.nodes[node].parent
         return -tree.length if parent == ROOT else session.wire_ids[parent]
-
-
-def score_byte(tree: Tree, node: int) -> int:
-    """The node's log-probability given its parent, in steps of 1/16 nat, as the wire has it."""
-    parent = tree.nodes[node].parent
-    above = tree.root_logprob if parent == ROOT else tree.nodes[parent].path_logprob
-    return min(255, round((above - tree.nodes[node].path_logprob) * SCORE_STEPS_PER_NAT))
-
-
-def score_logprob(score: int) -> float:
-    """The inverse of `score_byte`, in nats."""
-    return -score / SCORE_STEPS_PER_NAT

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,10 +18,10 @@ from node_verify.config import VerifyConfig
 from node_verify.node import VerifyNode
 from node_verify.scheduler import VerifyScheduler
 from speculation.selection import BestFirst
-from wire.aio.dialer import keep_linked
+from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals
 from wire.aio.trace import TraceWriter
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
-from wire.settings import EXIT_OK, run_main, setup_logging, ssl_context, stop_on_signals
+from wire.settings import setup_logging, ssl_context
 
 log = logging.getLogger("node_verify")
 
@@ -37,17 +34,14 @@ def load(config: VerifyConfig) -> tuple[Checkpoint, HFTarget]:
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
     lm = checkpoint.load(dtype=dtype, device=device)
-    model = CachedModel(
-        lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows
-    )
+    model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows)
     model.check_tree_attention()
     return checkpoint, HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
 
 
 async def serve(config: VerifyConfig) -> int:
     """Load, then serve until SIGTERM; the exit code."""
-    stop = asyncio.Event()
-    stop_on_signals(lambda number: (log.info("%s: draining", signal.Signals(number).name), stop.set()))
+    stop = stop_on_signals()
     executor = ModelExecutor("target")
     checkpoint, target = await executor.run(load, config)
     identity = await executor.run(checkpoint.identity)
@@ -77,29 +71,15 @@ async def serve(config: VerifyConfig) -> int:
         model=ModelIdentity(**asdict(identity)),
     )
 
-    def ready() -> None:
-        sys.stdout.write(json.dumps({"ready": True, "model": identity.name}) + "\n")
-        sys.stdout.flush()
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(node.feed_model(), name="feed model"),
-            tasks.create_task(
-                keep_linked(
-                    node,
-                    url=config.relay,
-                    secret=config.secret,
-                    hello=hello,
-                    ssl_context=ssl_context(config.relay, config.ca_file),
-                    on_up=ready,
-                ),
-                name="relay link",
-            ),
-        ]
-        await stop.wait()
-        await node.drain(config.grace_s, "SIGTERM")
-        for task in running:
-            task.cancel()
+    await run_node(
+        node,
+        stop,
+        url=config.relay,
+        secret=config.secret,
+        hello=hello,
+        ssl_context=ssl_context(config.relay, config.ca_file),
+        grace_s=config.grace_s,
+    )
     await executor.close()
     trace.close()
     return EXIT_OK

@@ -14,8 +14,9 @@ from typing import Protocol
 
 from engine.executor import ModelExecutor
 from engine.runner import TargetRunner
-from node_verify.requests import RequestRefused, Request, make_request
-from node_verify.scheduler import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, VerifyScheduler, Work
+from node_verify.requests import Request, RequestRefused, make_request
+from node_verify.scheduler import VerifyScheduler
+from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work
 from node_verify.text import AnswerText, DecodeStream
 from speculation.passes import VerifyResult
 from wire.aio.link import Link

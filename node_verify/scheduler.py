@@ -18,19 +18,27 @@ row 0 of the next pass.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from node_verify.drafting import acceptance, missing_acceptance, prefix_parts, take_candidates
 from node_verify.requests import Request
+from node_verify.session import (
+    Action,
+    CloseSlot,
+    OpenSlot,
+    Prefill,
+    Send,
+    Session,
+    SessionEnded,
+    State,
+    Verify,
+    Work,
+    work_slot,
+)
 from node_verify.text import AnswerText
-from speculation.passes import Sampling, VerifyPass, VerifyResult
+from speculation.passes import VerifyPass, VerifyResult
 from speculation.selection import SelectionPolicy
-from speculation.stats import SessionStats
-from speculation.tree import ROOT, Arrival, MalformedCandidate, Tree
-from wire.codec import digest_ids
+from speculation.tree import ROOT, Tree
 from wire.messages import (
-    Acceptance,
     Cancel,
     Candidates,
     Done,
@@ -38,118 +46,9 @@ from wire.messages import (
     Message,
     Paired,
     PeerGone,
-    Prefix,
     Resync,
-    RoundTiming,
     TextDelta,
 )
-
-PREFIX_PART_TOKENS = 8192
-"""At most about 56 KB a frame, so that a long prompt does not hold up other sessions' frames."""
-MAX_UNANSWERED_FRAMES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send this message to the relay."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSlot:
-    """Have the runner open a slot."""
-
-    slot: int
-    sampling: Sampling
-    tokens: tuple[int, ...]
-    num_prompt: int
-    stop_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSlot:
-    """Have the runner free a slot."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionEnded:
-    """A session is over, for metrics and traces."""
-
-    session: str
-    finish_reason: str
-    report: dict[str, float]
-
-
-Action = Send | OpenSlot | CloseSlot | SessionEnded
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Run positions start..end-1 of a session's prompt through the target."""
-
-    session: str
-    slot: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """Run one pass. `sources` says where the candidates of rows 1, 2, ... came from, `depth` is their longest path."""
-
-    session: str
-    request: VerifyPass
-    sources: tuple[str, ...]
-    depth: int
-
-
-Work = Prefill | Verify
-
-
-class State(Enum):
-    """See the module's docstring."""
-
-    OPENING = auto()
-    WAITING = auto()
-    PREFILL = auto()
-    RUNNING = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedFrame:
-    """A candidates frame that no acceptance has answered yet."""
-
-    frame: int
-    arrived_at: float
-    relay_s: float
-
-
-@dataclass(slots=True)
-class Session:
-    """One session of the verify node."""
-
-    id: str
-    opened_at: float
-    state: State = State.OPENING
-    slot: int = -1
-    request: Request | None = None
-    text: AnswerText | None = None
-    tree: Tree | None = None
-    num_prefilled: int = 0
-    epoch: int = 0
-    drafting: bool = False
-    """Whether a draft node is paired and in good standing."""
-    frames: deque[ReceivedFrame] = field(default_factory=lambda: deque(maxlen=MAX_UNANSWERED_FRAMES))
-    orphan_frame: int = -1
-    idle_since: float = 0.0
-    stats: SessionStats = field(default_factory=SessionStats)
-    compute_s: float = 0.0
-    overhead_s: float = 0.0
-    started_at: float = 0.0
-    first_token_at: float | None = None
 
 
 class VerifyScheduler:
@@ -209,7 +108,7 @@ class VerifyScheduler:
         session.state = State.WAITING
         session.tree = Tree(list(request.prompt_ids))
         self._waiting.append(session_id)
-        return self._send_prefix(session) + self._admit(now)
+        return [*prefix_parts(session), *self._admit(now)]
 
     def on_refused(self, session_id: str, code: str, message: str) -> list[Action]:
         """The request was found bad."""
@@ -223,14 +122,14 @@ class VerifyScheduler:
             return []
         match message:
             case Candidates():
-                return self._on_candidates(session, message, now)
+                return [*take_candidates(session, message, vocab_size=self.vocab_size, now=now)]
             case Paired():
                 return self._on_paired(session, message, now)
             case PeerGone():
                 session.drafting = False
                 return []
             case Resync():
-                return self._on_resync(session, message)
+                return [*missing_acceptance(session, message)]
             case Cancel():
                 return self._end(session, "cancelled", now, announce=message.reason != "client gone")
             case Error():
@@ -278,31 +177,6 @@ class VerifyScheduler:
             raise ValueError("a verify pass has a result")
         return self._commit(session, work, result, now, hop_rtt_s)
 
-    def _on_candidates(self, session: Session, message: Candidates, now: float) -> list[Action]:
-        if not session.drafting or session.tree is None or message.epoch != session.epoch:
-            session.stats.num_stale += len(message.tokens)
-            return []
-        session.frames.append(ReceivedFrame(message.frame, now, message.relay_s))
-        for i, (parent, token, score) in enumerate(zip(message.parents, message.tokens, message.scores, strict=True)):
-            try:
-                if token >= self.vocab_size:
-                    raise MalformedCandidate(f"token must be in 0..{self.vocab_size - 1}, got {token}")
-                arrival = session.tree.add(message.first_node + i, parent, token, -score / 16)
-            except MalformedCandidate as exc:
-                # A drafter that breaks the protocol is not listened to again in this epoch; the answer goes on.
-                session.drafting = False
-                session.stats.num_malformed += 1
-                return [Send(PeerGone(session=session.id, role="draft", reason=f"malformed candidates: {exc}"))]
-            session.stats.num_received += 1
-            if arrival is Arrival.ORPHAN:
-                session.stats.num_orphaned += 1
-                session.orphan_frame = max(session.orphan_frame, message.frame)
-            elif arrival is Arrival.DUPLICATE:
-                session.stats.num_duplicate += 1
-            elif arrival is not Arrival.LIVE:
-                session.stats.num_stale += 1
-        return []
-
     def _on_paired(self, session: Session, message: Paired, now: float) -> list[Action]:
         if message.epoch <= session.epoch:
             self.num_stale_messages += 1
@@ -315,37 +189,7 @@ class VerifyScheduler:
         if session.tree is not None:
             # Node ids start anew with the epoch.
             session.tree = Tree(session.tree.committed)
-        return self._send_prefix(session)
-
-    def _on_resync(self, session: Session, message: Resync) -> list[Action]:
-        if session.tree is None or message.epoch != session.epoch or message.length >= session.tree.length:
-            self.num_stale_messages += 1
-            return []
-        missing = tuple(session.tree.committed[message.length :])
-        return [Send(Acceptance(session=session.id, epoch=session.epoch, start=message.length, tokens=missing))]
-
-    def _send_prefix(self, session: Session) -> list[Action]:
-        """Tell the draft node where to draft from, in parts that do not hold up other sessions."""
-        if session.request is None or session.tree is None or not session.drafting or not session.request.speculate:
-            return []
-        tokens = session.tree.committed
-        digest = digest_ids(tokens)
-        return [
-            Send(
-                Prefix(
-                    session=session.id,
-                    epoch=session.epoch,
-                    start=start,
-                    tokens=tuple(tokens[start : start + PREFIX_PART_TOKENS]),
-                    total=len(tokens),
-                    digest=digest,
-                    limit=session.request.limit,
-                    prompt_tokens=len(session.request.prompt_ids),
-                    sampling=session.request.sampling,
-                )
-            )
-            for start in range(0, len(tokens), PREFIX_PART_TOKENS)
-        ]
+        return [*prefix_parts(session)]
 
     def _admit(self, now: float) -> list[Action]:
         """Give free slots to waiting sessions, first come first served."""
@@ -358,9 +202,7 @@ class VerifyScheduler:
             session.started_at = now
             self._turns[session.id] = None
             actions.append(
-                OpenSlot(
-                    session.slot, request.sampling, request.prompt_ids, len(request.prompt_ids), request.stop_ids
-                )
+                OpenSlot(session.slot, request.sampling, request.prompt_ids, len(request.prompt_ids), request.stop_ids)
             )
             self._settle_prefill(session, now)
         return actions
@@ -430,7 +272,17 @@ class VerifyScheduler:
         )
         actions: list[Action] = []
         if session.drafting and request.speculate and not finished:
-            actions.append(Send(self._acceptance(session, start, tokens, len(accepted_rows), result, now, hop_rtt_s)))
+            message = acceptance(
+                session,
+                start=start,
+                tokens=tokens,
+                num_accepted=len(accepted_rows),
+                result=result,
+                began_at=self.running_since,
+                now=now,
+                hop_rtt_s=hop_rtt_s,
+            )
+            actions.append(Send(message))
         shown = push.text + (text.finish() if finished else "")
         delta = TextDelta(
             session=session.id,
@@ -444,41 +296,6 @@ class VerifyScheduler:
         if finished:
             actions += self._end(session, "stop" if stopped else "length", now)
         return actions
-
-    def _acceptance(
-        self,
-        session: Session,
-        start: int,
-        tokens: Sequence[int],
-        num_accepted: int,
-        result: VerifyResult,
-        now: float,
-        hop_rtt_s: float,
-    ) -> Acceptance:
-        """The acceptance of one pass; it answers the frames that had arrived when the pass began."""
-        rounds = []
-        while session.frames and session.frames[0].arrived_at <= self.running_since:
-            frame = session.frames.popleft()
-            rounds.append(
-                RoundTiming(
-                    frame=frame.frame,
-                    relay_s=frame.relay_s,
-                    queue_s=self.running_since - frame.arrived_at,
-                    verify_s=result.compute_s,
-                    overhead_s=max(0.0, now - self.running_since - result.compute_s),
-                )
-            )
-        orphan_frame, session.orphan_frame = session.orphan_frame, -1
-        return Acceptance(
-            session=session.id,
-            epoch=session.epoch,
-            start=start,
-            tokens=tuple(tokens),
-            num_accepted=num_accepted,
-            orphan_frame=orphan_frame,
-            rounds=tuple(rounds),
-            hop_rtt_s=hop_rtt_s,
-        )
 
     def _end(self, session: Session, reason: str, now: float, *, announce: bool = True) -> list[Action]:
         """End a session with a `Done`; its tokens stand."""
@@ -519,8 +336,3 @@ class VerifyScheduler:
             return []
         self._free_slots.append(session.slot)
         return [CloseSlot(session.slot), *self._admit(now)]
-
-
-def work_slot(work: Work) -> int:
-    """The cache slot that a piece of work uses."""
-    return work.slot if isinstance(work, Prefill) else work.request.slot

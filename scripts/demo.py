@@ -27,6 +27,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from relay.client import Delta, Finished, StreamClient
+
 from scripts import demo_model
 from scripts.processes import Part, Parts, StartFailed
 from speculation.ledger import Ledger, Round

@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--max-answer", type=int, default=224)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16", help="of the target while it writes; bfloat16 is 4 x as fast here")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the target while it writes; bfloat16 is 4 x as fast here"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -25,9 +25,11 @@ if __package__ in (None, ""):
 
 from engine.runner import DraftRunner, TargetRunner
 from engine.scripted import ScriptedDrafter, ScriptedTarget, agreeing, hash_logits
-from node_draft import scheduler as draft
-from node_verify import scheduler as verify
+from node_draft import session as draft
+from node_draft.scheduler import DraftScheduler
+from node_verify import session as verify
 from node_verify.requests import make_request
+from node_verify.scheduler import VerifyScheduler
 from node_verify.text import AnswerText
 from relay.router import ClosePeer, Forward, Router
 from relay.router import Send as RouterSend
@@ -135,14 +137,14 @@ class Simulation:
         self.drafter = drafter
         self.vocab_size = vocab_size
         self.stop_ids = stop_ids
-        self.verify = verify.VerifyScheduler(
+        self.verify = VerifyScheduler(
             selection=selection,
             patience_s=patience_s,
             num_slots=target.num_slots,
             max_rows=target.max_rows,
             vocab_size=vocab_size,
         )
-        self.draft = draft.DraftScheduler(
+        self.draft = DraftScheduler(
             growth=growth, num_slots=drafter.num_slots, max_length=drafter.max_length, max_rows=drafter.max_rows
         )
         self.router = Router()

@@ -23,8 +23,19 @@ from enum import Enum, auto
 
 ROOT = -1
 """Stands for the last committed token where a node id is expected."""
+SCORE_STEPS_PER_NAT = 16
 MAX_PASSED = 2048
 MAX_GAPS = 64
+
+
+def score_byte(logprob: float) -> int:
+    """A token's log-probability given its parent, in steps of 1/16 nat below 0, as the wire has it (0..255)."""
+    return max(0, min(255, round(-logprob * SCORE_STEPS_PER_NAT)))
+
+
+def score_logprob(score: int) -> float:
+    """The inverse of `score_byte`, in nats."""
+    return -score / SCORE_STEPS_PER_NAT
 
 
 class MalformedCandidate(ValueError):
@@ -107,6 +118,12 @@ class Tree:
     def logprob(self, node: int) -> float:
         """Log-probability of the path from the present root to the node, in nats, by the drafter's estimate."""
         return self.nodes[node].path_logprob - self.root_logprob
+
+    def step_logprob(self, node: int) -> float:
+        """Log-probability of the node's token given its parent, in nats."""
+        parent = self.nodes[node].parent
+        above = self.root_logprob if parent == ROOT else self.nodes[parent].path_logprob
+        return self.nodes[node].path_logprob - above
 
     def path(self, node: int) -> list[int]:
         """Node ids from the root's child down to `node`."""

@@ -17,10 +17,10 @@ LONG_ON_PURPOSE = {"wire/messages.py": 600}
 
 OURS = {"wire", "speculation", "engine", "node_draft", "node_verify", "relay", "infra"}
 # Import name of everything that is neither ours nor the standard library's: what each package may use besides that.
-# The design's table, and beyond it: numpy where tensors are, safetensors and the hub for checkpoints, ConfigArgParse where
-# settings are read, and the websockets shell in `wire/aio` alone.
+# The design's table, and beyond it: numpy where tensors are, safetensors and the hub for checkpoints, ConfigArgParse
+# where settings are read, and the websockets shell in `wire/aio` alone.
 ALLOWED: dict[str, set[str]] = {
-    "wire": {"orjson"},
+    "wire": {"orjson", "configargparse"},
     "wire/aio": {"orjson", "websockets", "wire"},
     "speculation": {"wire"},
     "engine": {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy", "speculation", "wire"},

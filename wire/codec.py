@@ -17,11 +17,10 @@ from typing import Any
 import orjson
 
 from wire.errors import FrameTooLarge, ProtocolError
-from wire.fields import build, shown
+from wire.fields import build, check_text, shown
 from wire.messages import MAX_DURATION_S, MAX_FRAME_BYTES, MESSAGES, Message
 
 _HEAD = re.compile(rb'\{"type":"([a-z_]{1,32})"(?:,"session":"([^"\\\x00-\x1f]{1,64})")?[,}]')
-_RESIDENCE = b',"relay_s":'
 
 
 def encode(message: Message) -> bytes:
@@ -29,16 +28,20 @@ def encode(message: Message) -> bytes:
 
     Raises:
         FrameTooLarge: above MAX_FRAME_BYTES; nothing was sent.
+        ProtocolError: a text that is not Unicode (a lone surrogate).
     """
     data: dict[str, Any] = {"type": message.type}
     session = getattr(message, "session", None)
     if session is not None:
         data["session"] = session
-    for name, default in _fields(type(message)):
+    for name, default in _fields(type(message)):  # type: ignore[arg-type]  # a class is hashable
         value = getattr(message, name)
         if value != default:
             data[name] = value
-    frame = orjson.dumps(data)
+    try:
+        frame = orjson.dumps(data)
+    except orjson.JSONEncodeError as exc:
+        raise ProtocolError(f"{message.type} has a value that JSON cannot carry: {exc}") from None
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(message.type, len(frame), MAX_FRAME_BYTES)
     return frame
@@ -50,10 +53,17 @@ def decode(frame: bytes | str) -> Message:
     Raises:
         ProtocolError: for anything that `encode` would not have written; FrameTooLarge above MAX_FRAME_BYTES.
     """
+    if isinstance(frame, str):
+        frame = frame.encode("utf-8", "surrogatepass")
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge("frame", len(frame), MAX_FRAME_BYTES)
     data = _parse(frame)
     cls = _class_of(data)
+    # Of a key given twice the parser takes the last, and `peek` the first: what was routed as one session must not be
+    # read as another.
+    head = _canonical_head(frame)
+    if head is not None and head != (cls.type, data.get("session")):
+        raise ProtocolError(f"{cls.type} gives its type or session twice")
     del data["type"]
     return build(cls, data, cls.type)
 
@@ -64,25 +74,30 @@ def peek(frame: bytes) -> tuple[str, str | None]:
     Raises:
         ProtocolError: it has no known type, or a session that is no string.
     """
-    head = _HEAD.match(frame)
+    head = _canonical_head(frame)
     if head is not None:
-        name = head[1].decode()
-        if name in MESSAGES and (head[2] is not None or not _has_session(MESSAGES[name])):
-            try:
-                return name, head[2].decode() if head[2] is not None else None
-            except UnicodeDecodeError as exc:
-                raise ProtocolError(f"session is not UTF-8: {exc}") from None
+        return head
     data = _parse(frame)
     cls = _class_of(data)
     session = data.get("session")
-    if session is not None and not isinstance(session, str):
-        raise ProtocolError(f"session must be a string, got {shown(session)}")
+    if session is not None:
+        check_text("session", session, 64, empty=False)
     return cls.type, session
 
 
+def protocol_of(frame: bytes) -> int | None:
+    """The protocol version in a `Hello` or `Welcome` that may be of another version than ours; None if it has none."""
+    version = _parse(frame).get("protocol")
+    return version if type(version) is int else None
+
+
 def append_residence(frame: bytes, relay_s: float) -> bytes:
-    """The frame with `relay_s` as its last field; one that carries the field already is returned as it is."""
-    if not frame.endswith(b"}") or _RESIDENCE in frame:
+    """The frame, of `Candidates` or `Acceptance`, with `relay_s` as its last field.
+
+    A sender's own `relay_s` stays in front of it and counts for nothing: of a key given twice, JSON parsers take the
+    last. One that does not end like a frame of `encode` is returned as it is.
+    """
+    if not frame.endswith(b"}"):
         return frame
     return b'%b,"relay_s":%.6f}' % (frame[:-1], min(max(relay_s, 0.0), MAX_DURATION_S))
 
@@ -92,8 +107,22 @@ def digest_ids(ids: Sequence[int]) -> str:
     return hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
+def _canonical_head(frame: bytes) -> tuple[str, str | None] | None:
+    """Type and session, if the frame begins as `encode` begins it; None otherwise."""
+    head = _HEAD.match(frame)
+    if head is None:
+        return None
+    name, session = head[1].decode(), head[2]
+    if name not in MESSAGES or (session is None and _has_session(MESSAGES[name])):  # type: ignore[arg-type]
+        return None
+    try:
+        return name, session.decode() if session is not None else None
+    except UnicodeDecodeError as exc:
+        raise ProtocolError(f"session is not UTF-8: {exc}") from None
+
+
 @functools.cache
-def _fields(cls: type[Message]) -> tuple[tuple[str, Any], ...]:
+def _fields(cls: Any) -> tuple[tuple[str, Any], ...]:
     """Names and defaults of the fields, without the session; a field at its default is not sent."""
     fields = []
     for field in dataclasses.fields(cls):
@@ -107,7 +136,7 @@ def _fields(cls: type[Message]) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.cache
-def _has_session(cls: type[Message]) -> bool:
+def _has_session(cls: Any) -> bool:
     return any(field.name == "session" for field in dataclasses.fields(cls))
 
 

@@ -1,7 +1,7 @@
 """One peer's link as a state machine, without IO: handshake, keepalive, round-trip time.
 
-A dialer says Hello and waits for Welcome; an acceptor waits for Hello and answers with Welcome, or with an Error and the
-end. Times are handed in, on one monotonic clock; `next_timer` says when `on_timer` wants to be called.
+A dialer says Hello and waits for Welcome; an acceptor waits for Hello and answers with Welcome, or with an Error and
+the end. Times are handed in, on one monotonic clock; `next_timer` says when `on_timer` wants to be called.
 
     state          event             next           what happens
     -----          -----             ----           ------------

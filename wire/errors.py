@@ -1,12 +1,13 @@
 """The error tree of the wire.
 
-    WireError
-    ├── ProtocolError        the peer sent something malformed: `field`, `value` and the limit are named
-    │   ├── FrameTooLarge    a frame above the agreed size, refused before it is sent or after it is received
-    │   └── VersionMismatch  the peers speak different protocol versions
-    ├── PeerMismatch         two nodes that cannot serve together: tokenizer, vocabulary or revision differ
-    ├── Refused              the peer turned us away for good: wrong secret, mismatch, duplicate
-    └── LinkLost             the link died: silence, reset, close by the peer; the message says which
+WireError
+├── ProtocolError        the peer sent something malformed: `field`, `value` and the limit are named
+│   ├── FrameTooLarge    a frame above the agreed size, refused before it is sent or after it is received
+│   └── VersionMismatch  the peers speak different protocol versions
+├── PeerMismatch         two nodes that cannot serve together: tokenizer, vocabulary or revision differ
+├── Refused              the peer turned us away for good: wrong secret, mismatch, duplicate
+├── ListenFailed         the address to listen on cannot be had
+└── LinkLost             the link died: silence, reset, close by the peer; the message says which
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class PeerMismatch(WireError):
 
 class Refused(WireError):
     """The peer turned us away, and trying again as we are would not help."""
+
+
+class ListenFailed(WireError):
+    """The address to listen on cannot be had: in use, or not ours."""
 
 
 class LinkLost(WireError):

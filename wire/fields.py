@@ -68,7 +68,7 @@ def check_ints(name: str, values: object, low: int, high: int, max_items: int) -
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -76,7 +76,7 @@ def build(cls: type[T], data: object, where: str) -> T:
     """Build the dataclass `cls` from decoded JSON; unknown, missing and ill-typed fields raise `ProtocolError`."""
     if not isinstance(data, Mapping):
         raise ProtocolError(f"{where} must be an object, got {shown(data)}")
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     values = {}
     for key, value in data.items():
         if key not in hints:
@@ -88,9 +88,7 @@ def build(cls: type[T], data: object, where: str) -> T:
         missing = [
             f.name
             for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-            if f.name not in values
-            and f.default is dataclasses.MISSING
-            and f.default_factory is dataclasses.MISSING
+            if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         ]
         raise ProtocolError(f"{where} lacks {', '.join(missing)}") from None
 

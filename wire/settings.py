@@ -1,4 +1,4 @@
-"""What the command lines have in common: settings from flags, environment and TOML, exit codes, logging.
+"""What the command lines have in common: settings from flags, environment and TOML, and logging.
 
 A value is looked for in this order: flag, environment (FOREDRAFT_PROGRAM_NAME), the program's section of the TOML file
 given by --config, default. The secret is never a flag: it would show in the process list.
@@ -9,18 +9,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import ssl
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import configargparse
 
-from wire.errors import WireError
-
-EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 SECRET_VARIABLE = "FOREDRAFT_SECRET"
 MIN_SECRET_CHARS = 8
 
@@ -73,7 +68,7 @@ def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namesp
     """The shared secret; a missing or short one is a usage error."""
     if given.secret_file is not None:
         try:
-            secret = given.secret_file.read_text().strip()
+            secret = str(given.secret_file.read_text()).strip()
         except OSError as exc:
             arguments.error(f"--secret-file {given.secret_file}: {exc.strerror}")
     else:
@@ -84,7 +79,7 @@ def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namesp
         )
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
         arguments.error("the secret must be printable ASCII without spaces")
-    return secret
+    return str(secret)
 
 
 def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
@@ -103,37 +98,3 @@ def setup_logging(level: str) -> None:
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
     )
     logging.getLogger("websockets").setLevel(logging.WARNING)
-
-
-def run_main(
-    program: str, main: Callable[[], Coroutine[Any, Any, int]], *expected: type[Exception], debug: bool = False
-) -> int:
-    """Run `main` in an event loop and turn its outcome into an exit code.
-
-    Args:
-        expected: errors that are told in one line, besides wire and operating-system errors.
-        debug: show tracebacks.
-    """
-    import asyncio
-
-    try:
-        return asyncio.run(main())
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BaseException as exc:
-        cause: BaseException = exc
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        if debug or not isinstance(cause, (WireError, OSError, *expected)):
-            raise
-        sys.stderr.write(f"foredraft-{program}: {cause}\n")
-        return EXIT_FAILURE
-
-
-def stop_on_signals(stop: Callable[[signal.Signals], None]) -> None:
-    """Have SIGTERM and SIGINT call `stop` in the running event loop."""
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)

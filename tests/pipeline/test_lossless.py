@@ -31,9 +31,7 @@ Simulate = Callable[..., Simulation]
 class BushyGrowth:
     """Two children everywhere, three deep, a few rows a step: a tree rather than a chain."""
 
-    def expand(
-        self, tree: Tree, *, expanded: set[int], limit: int, max_rows: int
-    ) -> Expansion | None:
+    def expand(self, tree: Tree, *, expanded: set[int], limit: int, max_rows: int) -> Expansion | None:
         if not tree.roots:
             return Expansion((ROOT,), 2) if tree.length < limit - 1 else None
         open_nodes = [
@@ -55,16 +53,16 @@ def test_answer_equals_the_target_alone(
     for seed in range(3):
         target = hash_logits(VOCAB_SIZE, seed)
         drafter = {"half right": agreeing(target, 0.5, seed), "hopeless": hopeless(target), "itself": target}[kind]
-        jitter = random.Random(seed)
+        jitter = random.Random(seed).random
         simulation = simulate(
             target,
             drafter,
             growth=growth,
             sampling=SAMPLINGS[sampling],
             rtt_s=rtt_s,
-            # The streams to the client stay in order, as TCP keeps them.
-            fault=lambda leg, message: (
-                jitter.random() * rtt_s / 8 if isinstance(message, Candidates | Acceptance) else 0.0,
+            fault=lambda leg, message, jitter=jitter: (
+                # The streams to the client stay in order, as TCP keeps them.
+                jitter() * rtt_s / 8 if isinstance(message, Candidates | Acceptance) else 0.0,
             ),
         )
         expected = reference(target, SAMPLINGS[sampling], PROMPT, 40)
@@ -299,4 +297,3 @@ def test_a_second_drafter_takes_over_where_the_first_left(simulate: Simulate) ->
     assert prefixes[1].total > prefixes[0].total
     taken_over = prefixes[1].total - len(PROMPT)
     assert simulation.answers["s"].sources[taken_over + 10 :].count("draft") > 20
-

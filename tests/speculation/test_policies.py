@@ -52,7 +52,7 @@ def test_a_frame_goes_out_when_it_is_full_or_when_nothing_more_will_come() -> No
 
 @pytest.mark.parametrize("text", ["chain", "chain:0", "chain:4+x", "tree:3", "chain:65", "chain:4+9999", "chain:-1"])
 def test_a_growth_that_cannot_be_read_is_refused_with_its_form(text: str) -> None:
-    with pytest.raises(ValueError, match="chain:K|1..64"):
+    with pytest.raises(ValueError, match=r"chain:K|1\.\.64"):
         parse_growth(text)
 
 

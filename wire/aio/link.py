@@ -1,7 +1,7 @@
 """A WebSocket link: the sans-IO `Connection` over the websockets library.
 
-Reader, writer and keepalive of a link are one task group; when one of them ends, all do, and `run` raises why. Frames go
-out through a bounded queue: `send` never waits, and says when the queue is full.
+Reader, writer and keepalive of a link are one task group; when one of them ends, all do, and `run` raises why. Frames
+go out through a bounded queue: `send` never waits, and says when the queue is full.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
 from wire.errors import LinkLost, ProtocolError, Refused, WireError
-from wire.messages import MAX_FRAME_BYTES, Hello, Message
+from wire.messages import MAX_FRAME_BYTES, Hello, Message, Welcome
 
 OnFrame = Callable[[str, str | None, bytes, float], None]
 """Called with type, session, frame and time of arrival."""
@@ -37,7 +37,7 @@ class QueueFull(WireError):
 
 
 def link_options() -> dict[str, Any]:
-    """Settings that all hops share: one size limit, no compression (tiny frames, no memory for it), our own keepalive."""
+    """Settings that all hops share: one size limit, no compression (frames are tiny), our own keepalive."""
     return {
         "compression": None,
         "max_size": MAX_FRAME_BYTES,
@@ -82,6 +82,8 @@ class Link:
         self._on_malformed = on_malformed
         self._queue: deque[tuple[bytes, float]] = deque()
         self._queued = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
         self._rearm = asyncio.Event()
         self._closing: str | None = None
         set_nodelay(websocket)
@@ -134,6 +136,16 @@ class Link:
         finally:
             await self._write_own()
 
+    async def accept(self, welcome: Welcome) -> None:
+        """Let the peer in; see `Connection.accept`. A peer that is gone already is found by `run`."""
+        self.connection.accept(welcome, asyncio.get_running_loop().time())
+        await self._write_own()
+
+    async def refuse(self, code: str, message: str) -> None:
+        """Turn the peer away; see `Connection.refuse`. The caller then closes the link."""
+        self.connection.refuse(code, message)
+        await self._write_own()
+
     async def run(self, on_frame: OnFrame) -> None:
         """Carry frames until the link ends; always raises.
 
@@ -156,10 +168,13 @@ class Link:
         self._closing = f"closed by us with code {code} ({reason})"
         await self.websocket.close(code, reason[:120])
 
+    def abort(self) -> None:
+        """Cut the socket, without a word."""
+        self.websocket.transport.abort()
+
     async def flush(self) -> None:
         """Wait until everything queued has been handed to the socket."""
-        while self._queue:
-            await asyncio.sleep(0.001)
+        await self._drained.wait()
 
     async def _read(self, on_frame: OnFrame) -> None:
         loop = asyncio.get_running_loop()
@@ -190,6 +205,7 @@ class Link:
                     frame = self._on_write(frame, queued_at, loop.time())
                 await self.websocket.send(frame, text=True)
             self._queued.clear()
+            self._drained.set()
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
@@ -205,11 +221,15 @@ class Link:
     def _put(self, frame: bytes, now: float) -> None:
         self._queue.append((frame, now))
         self.queued_bytes += len(frame)
+        self._drained.clear()
         self._queued.set()
 
     def _put_own(self, now: float) -> None:
         """Frames of the machine itself go in front: a Pong behind a megabyte of answers would be late."""
-        for frame in reversed(self.connection.frames_to_send()):
+        frames = self.connection.frames_to_send()
+        if len(self._queue) + len(frames) > 2 * self.max_queued_frames:
+            raise QueueFull(f"{len(self._queue)} frames wait already, and the peer asks for more")
+        for frame in reversed(frames):
             self._queue.appendleft((frame, now))
             self.queued_bytes += len(frame)
             self._queued.set()

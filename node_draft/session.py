@@ -1,0 +1,114 @@
+"""What the draft node's scheduler hands out, and what it remembers of a session."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from speculation.passes import Sampling
+from speculation.tree import Tree
+from wire.messages import Acceptance, Message, RoundTiming
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this message to the relay."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSlot:
+    """Have the runner open a slot."""
+
+    slot: int
+    sampling: Sampling
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSlot:
+    """Have the runner free a slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameAnswered:
+    """A frame's round is over: what the draft node knows of it, for the ledger. Times are this node's clock."""
+
+    session: str
+    started_at: float
+    sent_at: float
+    draft_s: float
+    timing: RoundTiming
+    acceptance: Acceptance
+
+
+Action = Send | OpenSlot | CloseSlot | FrameAnswered
+
+
+class State(Enum):
+    """See the docstring of `node_draft/scheduler.py`."""
+
+    LOADING = auto()
+    DRAFTING = auto()
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the drafter did, for metrics and traces."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_nodes: int = 0
+    num_wasted: int = 0
+    num_frames: int = 0
+    num_resends: int = 0
+    num_resyncs: int = 0
+    num_stale_messages: int = 0
+
+
+@dataclass(slots=True)
+class SentFrame:
+    """A frame in flight."""
+
+    started_at: float
+    sent_at: float
+    draft_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """One session of the draft node."""
+
+    id: str
+    epoch: int
+    slot: int
+    total: int
+    limit: int
+    digest: str
+    num_prompt: int
+    sampling: Sampling
+    state: State = State.LOADING
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    tree: Tree | None = None
+    num_cached: int = 0
+    """Committed rows of the cache, once the next step has settled it."""
+    cached: set[int] = field(default_factory=set)
+    """Nodes that have been through the model and are alive or newly accepted."""
+    accepted: list[tuple[int, int]] = field(default_factory=list)
+    """(node, position) accepted since the last step was given out."""
+    next_node: int = 0
+    next_frame: int = 0
+    unsent: list[int] = field(default_factory=list)
+    wire_ids: dict[int, int] = field(default_factory=dict)
+    """Ids under which live nodes were sent: a resend gives them new ones, the cache keeps the old."""
+    next_wire_id: int = 0
+    in_flight: OrderedDict[int, SentFrame] = field(default_factory=OrderedDict)
+    resend_floor: int = 0
+    """Orphans in frames below it are known about."""
+    resync_at: int = -1
+    started_at: float | None = None
+    draft_s: float = 0.0

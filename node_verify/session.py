@@ -1,0 +1,124 @@
+"""What the verify node's scheduler hands out, and what it remembers of a session."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from node_verify.requests import Request
+from node_verify.text import AnswerText
+from speculation.passes import Sampling, VerifyPass
+from speculation.stats import SessionStats
+from speculation.tree import Tree
+from wire.messages import Message
+
+MAX_UNANSWERED_FRAMES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this message to the relay."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSlot:
+    """Have the runner open a slot."""
+
+    slot: int
+    sampling: Sampling
+    tokens: tuple[int, ...]
+    num_prompt: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSlot:
+    """Have the runner free a slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A session is over, for metrics and traces."""
+
+    session: str
+    finish_reason: str
+    report: dict[str, float]
+
+
+Action = Send | OpenSlot | CloseSlot | SessionEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run positions start..end-1 of a session's prompt through the target."""
+
+    session: str
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Run one pass. `sources` says where the candidates of rows 1, 2, ... came from, `depth` is their longest path."""
+
+    session: str
+    request: VerifyPass
+    sources: tuple[str, ...]
+    depth: int
+
+
+Work = Prefill | Verify
+
+
+class State(Enum):
+    """See the docstring of `node_verify/scheduler.py`."""
+
+    OPENING = auto()
+    WAITING = auto()
+    PREFILL = auto()
+    RUNNING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFrame:
+    """A candidates frame that no acceptance has answered yet."""
+
+    frame: int
+    arrived_at: float
+    relay_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """One session of the verify node."""
+
+    id: str
+    opened_at: float
+    state: State = State.OPENING
+    slot: int = -1
+    request: Request | None = None
+    text: AnswerText | None = None
+    tree: Tree | None = None
+    num_prefilled: int = 0
+    epoch: int = 0
+    drafting: bool = False
+    """Whether a draft node is paired and in good standing."""
+    frames: deque[ReceivedFrame] = field(default_factory=lambda: deque(maxlen=MAX_UNANSWERED_FRAMES))
+    orphan_frame: int = -1
+    idle_since: float = 0.0
+    stats: SessionStats = field(default_factory=SessionStats)
+    compute_s: float = 0.0
+    overhead_s: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float | None = None
+
+
+def work_slot(work: Work) -> int:
+    """The cache slot that a piece of work uses."""
+    return work.slot if isinstance(work, Prefill) else work.request.slot

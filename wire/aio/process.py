@@ -1,0 +1,108 @@
+"""The life of a process: exit codes, signals, and the run of a node from its first link to its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import ssl
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from wire.aio.dialer import LinkUser, keep_linked
+from wire.errors import WireError
+from wire.messages import Hello
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILURE, EXIT_INTERRUPTED = 0, 1, 130
+"""A usage error exits with 2, by the argument parser."""
+
+
+class Node(LinkUser, Protocol):
+    """What draft and verify node have in common."""
+
+    async def feed_model(self) -> None: ...
+
+    async def drain(self, grace_s: float, reason: str) -> None: ...
+
+
+def run_main(
+    program: str, main: Callable[[], Coroutine[Any, Any, int]], *expected: type[Exception], debug: bool = False
+) -> int:
+    """Run `main` in an event loop and turn its outcome into an exit code.
+
+    Args:
+        expected: errors that are told in one line, besides wire and operating-system errors.
+        debug: show tracebacks.
+    """
+    try:
+        return asyncio.run(main())
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BaseException as exc:
+        cause: BaseException = exc
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if debug or not isinstance(cause, (WireError, OSError, *expected)):
+            raise
+        sys.stderr.write(f"foredraft-{program}: {cause}\n")
+        return EXIT_FAILURE
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set, in the running event loop."""
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        log.info("%s: draining", number.name)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def announce(**fields: object) -> None:
+    """Tell whoever started this process, in one JSON line on standard output, that it is ready."""
+    sys.stdout.write(json.dumps({"ready": True, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+async def run_node(
+    node: Node,
+    stop: asyncio.Event,
+    *,
+    url: str,
+    secret: str,
+    hello: Hello,
+    ssl_context: ssl.SSLContext | None,
+    grace_s: float,
+) -> None:
+    """Keep the node linked and its model fed until `stop`, then let its sessions finish.
+
+    Raises:
+        ExceptionGroup: of whatever ended it before: the relay turned it away, the model's thread died.
+    """
+    assert hello.model is not None
+    name = hello.model.name
+    async with asyncio.TaskGroup() as tasks:
+        link = keep_linked(
+            node,
+            url=url,
+            secret=secret,
+            hello=hello,
+            ssl_context=ssl_context,
+            on_up=lambda: announce(model=name),
+        )
+        running = [
+            tasks.create_task(node.feed_model(), name="feed model"),
+            tasks.create_task(link, name="relay link"),
+        ]
+        await stop.wait()
+        await node.drain(grace_s, "the node was told to stop")
+        for task in running:
+            task.cancel()
