@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-import signal
 import sys
 from collections.abc import Sequence
 
 from relay.config import RelayConfig
 from relay.server import RelayServer
+from wire.aio.process import EXIT_OK, announce, run_main, stop_on_signals
 from wire.aio.trace import TraceWriter
-from wire.settings import EXIT_OK, run_main, setup_logging, stop_on_signals
-
-log = logging.getLogger("relay")
+from wire.settings import setup_logging
 
 
 async def serve(config: RelayConfig) -> int:
     """Serve until SIGTERM; the exit code."""
-    stop = asyncio.Event()
-
-    def on_signal(number: signal.Signals) -> None:
-        log.info("%s: shutting down", number.name)
-        stop.set()
-
-    stop_on_signals(on_signal)
+    stop = stop_on_signals()
     trace = TraceWriter(config.trace)
     server = RelayServer(config, trace=trace)
     await server.start()
-    sys.stdout.write(json.dumps({"ready": True, "port": server.port}) + "\n")
-    sys.stdout.flush()
+    announce(port=server.port)
     try:
         await server.serve(stop)
     finally:

@@ -116,9 +116,7 @@ class ClientConfig:
         args.add_argument("--json", action="store_true", help="print each event as a line of JSON")
         given = args.parse_args(argv)
         try:
-            sampling = Sampling(
-                temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, seed=given.seed
-            )
+            sampling = Sampling(temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, seed=given.seed)
         except ProtocolError as exc:
             args.error(str(exc))
         return cls(

@@ -1,7 +1,7 @@
 """The relay's shell: performs over links what the router decides.
 
-Each peer has a task (reader, writer and keepalive of its link) and a bounded outgoing queue. Whatever goes wrong with one
-peer ends that peer alone. Links are closed with these codes:
+Each peer has a task (reader, writer and keepalive of its link) and a bounded outgoing queue. Whatever goes wrong with
+one peer ends that peer alone. Links are closed with these codes:
 
     1001   the relay shuts down
     1002   the handshake was malformed
@@ -22,12 +22,12 @@ from collections.abc import Sequence
 
 from relay.config import RelayConfig
 from relay.router import Action, ClosePeer, DropReason, Forward, Router, Send, SessionEnded
-from wire.aio.link import CLOSE_TIMEOUT_S, Link, QueueFull, WebSocket
+from wire.aio.link import CLOSE_TIMEOUT_S, Link, WebSocket
 from wire.aio.listener import Listener
 from wire.aio.trace import TraceWriter
 from wire.codec import append_residence
 from wire.connection import Connection, PeerHello
-from wire.errors import LinkLost, ProtocolError, VersionMismatch, WireError
+from wire.errors import LinkLost, ProtocolError, QueueFull, VersionMismatch, WireError
 from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Error, Hello, Message, Welcome
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ class RelayServer:
         self.router = Router(malformed_limit=config.malformed_limit)
         self.links: dict[str, Link] = {}
         self.port = 0
-        self._listener = Listener(
-            self._on_websocket, secret=config.secret, open_timeout_s=config.handshake_timeout_s
-        )
+        self._listener = Listener(self._on_websocket, secret=config.secret, open_timeout_s=config.handshake_timeout_s)
         self._numbers = itertools.count(1)
         self._farewells: asyncio.TaskGroup | None = None
         self._idle = asyncio.Event()
@@ -140,7 +138,7 @@ class RelayServer:
             await link.refuse(refusal.code, refusal.reason)
             await self._close(link, CLOSE_CODES[refusal.code], refusal.reason)
             return None
-        log.info("< %s is %s %s, region %s: %s", peer_id, hello.role, hello.name, hello.region or "-", hello.model or "")
+        log.info("< %s is %s %s: %s", peer_id, hello.role, hello.name, hello.model or "no model")
         self.trace.write("peer_joined", now, peer=peer_id, role=hello.role, name=hello.name)
         self.links[peer_id] = link
         welcome = Welcome(

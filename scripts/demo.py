@@ -28,9 +28,10 @@ if __package__ in (None, ""):
 
 from relay.client import Delta, Finished, StreamClient
 
-from scripts import demo_model
+from scripts.demo_model import DemoModelError, ensure_demo_checkpoint
 from scripts.processes import Part, Parts, StartFailed
 from speculation.ledger import Ledger, Round
+from wire.errors import WireError
 from wire.messages import RoundTiming
 from wire.sampling import Sampling
 
@@ -142,7 +143,7 @@ def summary(with_draft: dict[str, float], alone: dict[str, float], equal: bool) 
 async def run(args: argparse.Namespace) -> int:
     """The whole demo; the exit code."""
     began = time.monotonic()
-    model = args.model or str(demo_model.ensure(say))
+    model = args.model or str(ensure_demo_checkpoint())
     with tempfile.TemporaryDirectory(prefix="foredraft-") as folder:
         parts = Parts(Path(args.keep or folder), secrets.token_urlsafe(24))
         parts.folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +157,7 @@ async def run(args: argparse.Namespace) -> int:
                 say("asking again, the target alone")
                 alone_tokens, alone = await ask(client, args, speculate=False)
             codes = await parts.stop()
-        except StartFailed as exc:
+        except (StartFailed, WireError) as exc:
             print(f"demo: {exc}", file=sys.stderr)
             return 1
         finally:
@@ -234,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return asyncio.run(run(args))
+    except DemoModelError as exc:
+        print(f"demo: {exc}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -334,7 +334,7 @@ async def _run_until_signalled(listen: Address, to: Address, shape: LinkShape, s
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with emulated_link(to, shape, listen=listen, seed=seed) as link:
         ready = {
-            "event": "ready",
+            "ready": True,
             "listen": "{}:{}".format(*link.address),
             "port": link.port,
             "to": "{}:{}".format(*to),

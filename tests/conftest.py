@@ -1,35 +1,31 @@
-"""What all tests share: GPU tests only where there is one, and an event loop that must not be blocked."""
+"""What all tests share: no test of ours may block an event loop."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 
 import pytest
 from blockbuster import BlockBuster
 
+SHELLS = ["wire", "relay", "node_draft", "node_verify", "speculation"]
+"""Whose calls are watched. Not the engine's: torch and transformers read files whenever they like, in their thread."""
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `gpu` tests on a machine without CUDA; torch is only asked if there are any."""
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_gpu:
-        return
-    import torch
 
-    if not torch.cuda.is_available():
-        items[:] = [item for item in items if item not in on_gpu]
-        config.hook.pytest_deselected(items=on_gpu)
+@functools.cache
+def watcher() -> BlockBuster:
+    return BlockBuster(SHELLS)
 
 
 @pytest.fixture(autouse=True)
 def no_blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail an async test whose event loop sleeps, reads a file or joins a thread."""
-    if not inspect.iscoroutinefunction(request.function):
+    """In coroutine tests, a blocking call from one of our shells on the event loop raises `BlockingError`."""
+    if not inspect.iscoroutinefunction(getattr(request, "function", None)):
         yield
         return
-    guard = BlockBuster(["wire", "relay", "node_draft", "node_verify"])
-    guard.activate()
+    watcher().activate()
     try:
         yield
     finally:
-        guard.deactivate()
+        watcher().deactivate()

@@ -86,8 +86,11 @@ def peek(frame: bytes) -> tuple[str, str | None]:
 
 
 def protocol_of(frame: bytes) -> int | None:
-    """The protocol version in a `Hello` or `Welcome` that may be of another version than ours; None if it has none."""
-    version = _parse(frame).get("protocol")
+    """The protocol version in a `Hello` or `Welcome` that we cannot decode, perhaps for that reason; None if none."""
+    try:
+        version = _parse(frame).get("protocol")
+    except ProtocolError:
+        return None
     return version if type(version) is int else None
 
 
@@ -95,11 +98,10 @@ def append_residence(frame: bytes, relay_s: float) -> bytes:
     """The frame, of `Candidates` or `Acceptance`, with `relay_s` as its last field.
 
     A sender's own `relay_s` stays in front of it and counts for nothing: of a key given twice, JSON parsers take the
-    last. One that does not end like a frame of `encode` is returned as it is.
+    last. A frame that does not end like one of `encode`, or would become too large, is returned as it is.
     """
-    if not frame.endswith(b"}"):
-        return frame
-    return b'%b,"relay_s":%.6f}' % (frame[:-1], min(max(relay_s, 0.0), MAX_DURATION_S))
+    marked = b'%b,"relay_s":%.6f}' % (frame[:-1], min(max(relay_s, 0.0), MAX_DURATION_S))
+    return marked if frame.endswith(b"}") and len(marked) <= MAX_FRAME_BYTES else frame
 
 
 def digest_ids(ids: Sequence[int]) -> str:

@@ -6,21 +6,26 @@ the end. Times are handed in, on one monotonic clock; `next_timer` says when `on
     state          event             next           what happens
     -----          -----             ----           ------------
     WAIT_HELLO     Hello             WAIT_VERDICT   PeerHello is reported; the owner calls `accept` or `refuse`
+    WAIT_HELLO     other version     CLOSED         Error goes out, VersionMismatch is raised
+    WAIT_HELLO     malformed frame   CLOSED         Error goes out, ProtocolError is raised
     WAIT_VERDICT   accept()          OPEN           Welcome goes out, keepalive starts
     WAIT_VERDICT   refuse()          CLOSED         Error goes out
     WAIT_WELCOME   Welcome           OPEN           keepalive starts
-    WAIT_WELCOME   Error             CLOSED         Refused is raised with the relay's words
+    WAIT_WELCOME   Error             CLOSED         Refused (or the error its code stands for), with the relay's words
+    WAIT_WELCOME   other version     CLOSED         VersionMismatch is raised
     OPEN           Ping              OPEN           Pong goes out
     OPEN           Pong              OPEN           the round trip is noted
     OPEN           fatal Error       CLOSED         PeerMismatch or VersionMismatch is raised
     OPEN           any other frame   OPEN           handed on as bytes with its type and session
     any            silence           CLOSED         LinkLost is raised, saying whose fault it was
+    CLOSED         any frame         CLOSED         it was under way when we left; dropped
 
 Anything else is a ProtocolError.
 
-Keepalive: a Ping every interval; the link is dead when one has been out for the timeout and not a single frame has
-come since. If our own timer fires late by more than half the timeout, it is our loop that was blocked: the peer
-gets a new chance, because its answers may be waiting unread.
+Keepalive: a Ping goes out an interval after the last Pong, and again whenever the peer has spoken since the Ping but
+then not for an interval. The link is dead when a Ping has been out for the timeout and nothing has come since: at
+most interval + timeout after the last frame. If our own timer fires late by more than half the timeout, it is our
+loop that was blocked: the peer gets a new chance, because its answers may be waiting unread.
 """
 
 from __future__ import annotations
@@ -30,9 +35,9 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from wire.codec import decode, encode, peek
+from wire.codec import decode, encode, peek, protocol_of
 from wire.errors import LinkLost, PeerMismatch, ProtocolError, Refused, VersionMismatch, WireError
-from wire.messages import PROTOCOL_VERSION, Error, Hello, Message, Ping, Pong, Welcome
+from wire.messages import PROTOCOL_VERSION, Error, Hello, Ping, Pong, Welcome
 
 NUM_RTT_SAMPLES = 15
 FATAL: dict[str, type[WireError]] = {"mismatch": PeerMismatch, "version": VersionMismatch}
@@ -47,6 +52,15 @@ class State(Enum):
     WAIT_WELCOME = auto()
     OPEN = auto()
     CLOSED = auto()
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAIT_HELLO: frozenset({State.WAIT_VERDICT, State.CLOSED}),
+    State.WAIT_VERDICT: frozenset({State.OPEN, State.CLOSED}),
+    State.WAIT_WELCOME: frozenset({State.OPEN, State.CLOSED}),
+    State.OPEN: frozenset({State.CLOSED}),
+    State.CLOSED: frozenset(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +106,7 @@ class Connection:
         self._ping_sent_at: float | None = None
         self._heard_at = now
         self._stalled_s = 0.0
+        self._stalled_since_pong_s = 0.0
         self._rtts: deque[float] = deque(maxlen=NUM_RTT_SAMPLES)
 
     @classmethod
@@ -133,8 +148,7 @@ class Connection:
     def refuse(self, code: str, message: str) -> None:
         """Turn the peer away."""
         self._expect(State.WAIT_VERDICT)
-        self._out.append(encode(Error(code=code, message=message)))
-        self.state = State.CLOSED
+        self._reject(code, message)
 
     def receive(self, frame: bytes, now: float) -> list[Event]:
         """Take one frame.
@@ -143,50 +157,38 @@ class Connection:
             ProtocolError: it is malformed, or not due in this state.
             Refused, PeerMismatch, VersionMismatch: the other side has turned us away.
         """
+        if self.state is State.CLOSED:
+            return []
         self._heard_at = now
+        if self.state is not State.OPEN:
+            return self._shake_hands(frame, now)
         kind, session = peek(frame)
-        if self.state is State.OPEN:
-            if kind == Ping.type:
-                self._out.append(encode(Pong(number=self._number(frame))))
-                return []
-            if kind == Pong.type:
-                self._on_pong(frame, now)
-                return []
-            if kind == Error.type and session is None:
-                error = decode(frame)
-                assert isinstance(error, Error)
-                if error.code in FATAL:
-                    raise FATAL[error.code](error.message)
-            if kind in (Hello.type, Welcome.type):
-                raise ProtocolError(f"{kind} came on a link that is open already")
-            return [Received(kind, session, frame)]
-        message = decode(frame)
-        match self.state, message:
-            case State.WAIT_HELLO, Hello():
-                self.hello = message
-                self.state = State.WAIT_VERDICT
-                self._deadline = None
-                if message.protocol != PROTOCOL_VERSION:
-                    text = version_mismatch(message, self._serving)
-                    self.refuse("version", text)
-                    raise VersionMismatch(text)
-                return [PeerHello(message)]
-            case State.WAIT_WELCOME, Welcome():
-                if message.protocol != PROTOCOL_VERSION:
-                    raise VersionMismatch(f"the relay speaks protocol {message.protocol}, we speak {PROTOCOL_VERSION}")
-                self._open(message, now)
-                return [Opened(message)]
-            case State.WAIT_WELCOME, Error():
-                self.state = State.CLOSED
-                raise FATAL.get(message.code, Refused)(message.message)
-        raise ProtocolError(f"{kind} is not due in state {self.state.name}")
+        if kind == Ping.type:
+            ping = decode(frame)
+            assert isinstance(ping, Ping)
+            self._out.append(encode(Pong(number=ping.number)))
+            return []
+        if kind == Pong.type:
+            self._on_pong(frame, now)
+            return []
+        if kind == Error.type and session is None:
+            error = decode(frame)
+            assert isinstance(error, Error)
+            if error.code in FATAL:
+                self._move(State.CLOSED)
+                raise FATAL[error.code](error.message)
+        if kind in (Hello.type, Welcome.type):
+            raise ProtocolError(f"{kind} came on a link that is open already")
+        return [Received(kind, session, frame)]
 
     def next_timer(self) -> float | None:
         """When `on_timer` wants to be called; None for not at all."""
         if self.state is State.OPEN:
             if self._ping_sent_at is None:
                 return self._next_ping_at
-            return max(self._heard_at, self._ping_sent_at) + self._timeout_s
+            if self._heard_at > self._ping_sent_at:
+                return self._heard_at + self._interval_s
+            return self._ping_sent_at + self._timeout_s
         return self._deadline if self.state is not State.CLOSED else None
 
     def on_timer(self, now: float) -> None:
@@ -199,26 +201,77 @@ class Connection:
         if due is None or now < due:
             return
         if self.state is not State.OPEN:
+            self._move(State.CLOSED)
             raise LinkLost(f"the peer did not complete its handshake within {self._handshake_timeout_s:g} s")
         late_s = now - due
-        if self._ping_sent_at is None:
-            self._ping(now)
-        elif late_s > self._timeout_s / 2:
+        stalled = late_s > self._timeout_s / 2
+        if stalled:
             self._stalled_s += late_s
+            self._stalled_since_pong_s += late_s
+        silent = self._ping_sent_at is not None and self._heard_at <= self._ping_sent_at
+        if stalled or not silent:
+            # A Pong may be late though the peer speaks, behind a big frame, say: it is asked again.
             self._ping(now)
-        elif self._heard_at < self._ping_sent_at:
-            self.state = State.CLOSED
-            stalled = f"; our own loop was blocked for {self._stalled_s:.1f} s before" if self._stalled_s else ""
-            raise LinkLost(
-                f"peer silent for {now - self._heard_at:.1f} s "
-                f"(no answer to a ping within {self._timeout_s:g} s{stalled})"
-            )
-        else:
-            # It speaks, though this Pong is late: behind a big frame, say. Ask again.
-            self._ping(now)
+            return
+        self._move(State.CLOSED)
+        stalled_s = self._stalled_since_pong_s
+        blamed = f"; our own event loop was blocked for {stalled_s:.1f} s of it" if stalled_s else ""
+        raise LinkLost(
+            f"peer silent for {now - self._heard_at:.1f} s (no answer to a ping within {self._timeout_s:g} s{blamed})"
+        )
+
+    def _shake_hands(self, frame: bytes, now: float) -> list[Event]:
+        accepting = self.state is State.WAIT_HELLO
+        try:
+            message = decode(frame)
+        except ProtocolError as exc:
+            error = exc
+            # Another version's Hello may have fields that we do not know; its number says more than they do.
+            theirs = protocol_of(frame)
+            if theirs not in (None, PROTOCOL_VERSION):
+                error = VersionMismatch(
+                    f"the peer speaks protocol {theirs}, we speak protocol {PROTOCOL_VERSION} and have "
+                    f"{self._serving or 'no node'}"
+                )
+            if accepting:
+                self._reject("version" if isinstance(error, VersionMismatch) else "malformed", str(error))
+            else:
+                self._move(State.CLOSED)
+            raise error from None
+        match self.state, message:
+            case State.WAIT_HELLO, Hello():
+                self.hello = message
+                if message.protocol != PROTOCOL_VERSION:
+                    text = version_mismatch(message, self._serving)
+                    self._reject("version", text)
+                    raise VersionMismatch(text)
+                self._move(State.WAIT_VERDICT)
+                self._deadline = None
+                return [PeerHello(message)]
+            case State.WAIT_WELCOME, Welcome():
+                if message.protocol != PROTOCOL_VERSION:
+                    self._move(State.CLOSED)
+                    raise VersionMismatch(f"the relay speaks protocol {message.protocol}, we speak {PROTOCOL_VERSION}")
+                self._open(message, now)
+                return [Opened(message)]
+            case State.WAIT_WELCOME, Error():
+                self._move(State.CLOSED)
+                raise FATAL.get(message.code, Refused)(message.message)
+        text = f"{message.type} is not due in state {self.state.name}"
+        if accepting:
+            self._reject("malformed", text)
+        raise ProtocolError(text)
+
+    def _reject(self, code: str, message: str) -> None:
+        self._out.append(encode(Error(code=code, message=message)))
+        self._move(State.CLOSED)
+
+    def _move(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state.name} to {state.name}"
+        self.state = state
 
     def _open(self, welcome: Welcome, now: float) -> None:
-        self.state = State.OPEN
+        self._move(State.OPEN)
         self.welcome = welcome
         self._deadline = None
         self._interval_s, self._timeout_s = welcome.ping_interval_s, welcome.ping_timeout_s
@@ -239,16 +292,11 @@ class Connection:
         settled = len(self._rtts) >= NUM_RTT_SAMPLES // 3
         self._next_ping_at = now + (self._interval_s if settled else min(self._interval_s, 0.2))
         self._ping_sent_at = None
+        self._stalled_since_pong_s = 0.0
 
     def _expect(self, state: State) -> None:
         if self.state is not state:
             raise RuntimeError(f"the link is in state {self.state.name}, not {state.name}")
-
-    @staticmethod
-    def _number(frame: bytes) -> int:
-        message: Message = decode(frame)
-        assert isinstance(message, Ping)
-        return message.number
 
 
 def version_mismatch(hello: Hello, serving: str) -> str:

@@ -5,6 +5,7 @@ WireError
 │   ├── FrameTooLarge    a frame above the agreed size, refused before it is sent or after it is received
 │   └── VersionMismatch  the peers speak different protocol versions
 ├── PeerMismatch         two nodes that cannot serve together: tokenizer, vocabulary or revision differ
+├── QueueFull            the peer does not read as fast as we send; nothing was queued
 ├── Refused              the peer turned us away for good: wrong secret, mismatch, duplicate
 ├── ListenFailed         the address to listen on cannot be had
 └── LinkLost             the link died: silence, reset, close by the peer; the message says which
@@ -50,6 +51,10 @@ class Refused(WireError):
 
 class ListenFailed(WireError):
     """The address to listen on cannot be had: in use, or not ours."""
+
+
+class QueueFull(WireError):
+    """The peer does not read as fast as we send."""
 
 
 class LinkLost(WireError):

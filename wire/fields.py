@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -16,11 +17,16 @@ from typing import Any, TypeVar
 from wire.errors import ProtocolError
 
 T = TypeVar("T")
+# The plain repr of what a peer sent may be a megabyte long, or nested too deep for the interpreter's stack.
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 60
+_short.maxlevel = 3
+_NUMBERS = {int, float}
 
 
 def shown(value: object) -> str:
-    """A short form of `value` for an error message."""
-    text = repr(value)
+    """A short form of `value` for an error message, whatever its size and depth."""
+    text = _short.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -34,7 +40,7 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
 
 def check_number(name: str, value: object, low: float, high: float) -> None:
     """`value` must be a finite number in low..high."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if type(value) is not int and not (type(value) is float and math.isfinite(value)):
         raise ProtocolError(f"{name} must be a finite number, got {shown(value)}")
     if not low <= value <= high:
         raise ProtocolError(f"{name} must be in {low:g}..{high:g}, got {shown(value)}")
@@ -80,7 +86,7 @@ def build(cls: type[T], data: object, where: str) -> T:
     values = {}
     for key, value in data.items():
         if key not in hints:
-            raise ProtocolError(f"{where}.{key} is not a field of {cls.__name__}")
+            raise ProtocolError(f"{where} has no field {shown(key)}")
         values[key] = _convert(hints[key], value, f"{where}.{key}")
     try:
         return cls(**values)
@@ -107,11 +113,16 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise ProtocolError(f"{where} must be a list, got {shown(value)}")
         item = typing.get_args(hint)[0]
         if item in (int, str, float):
+            # Mostly token ids, by the dozen: one look at the set of their types is the cheapest check.
+            if not set(map(type, value)) <= (_NUMBERS if item is float else {item}):
+                raise ProtocolError(f"{where} must hold items of type {item.__name__}, got {shown(value)}")
             return tuple(value)
         return tuple(_convert(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
             raise ProtocolError(f"{where} must be an object, got {shown(value)}")
+        if not set(map(type, value.values())) <= _NUMBERS:
+            raise ProtocolError(f"{where} must hold numbers, got {shown(value)}")
         return value
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value, where)

@@ -57,7 +57,8 @@ class Sampling:
         if len(self.logit_bias) > MAX_BIASES:
             raise ProtocolError(f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_BIASES}")
         for key, bias in self.logit_bias.items():
-            if not (isinstance(key, str) and key.isascii() and key.isdecimal() and int(key) <= MAX_TOKEN_ID):
+            known = isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal()
+            if not known or int(key) > MAX_TOKEN_ID:
                 raise ProtocolError(f"logit_bias must be keyed by token ids in 0..{MAX_TOKEN_ID}, got {shown(key)}")
             check_number(f"logit_bias[{key}]", bias, -100.0, 100.0)
 

@@ -180,7 +180,7 @@ async def test_the_process_says_its_port_counts_bytes_and_exits_0_on_sigterm() -
     process = await started("--to", f"127.0.0.1:{port}", "--delay-ms", "5")
     assert process.stdout is not None
     ready = json.loads(await within(process.stdout.readline()))
-    assert ready["event"] == "ready"
+    assert ready["ready"]
     reader, writer = await asyncio.open_connection("127.0.0.1", ready["port"])
     writer.write(b"hello")
     assert await within(reader.readexactly(5)) == b"hello"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from wire.aio.link import Link, dial
-from wire.errors import LinkLost
+from wire.aio.link import Link, dial, without_secrets
+from wire.errors import LinkLost, QueueFull
 from wire.messages import Hello
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ class Backoff:
 
     def pause_s(self, rng: random.Random) -> float:
         """The pause before the next attempt."""
-        longest = min(self.most_s, self.first_s * 2.0**self.num_failures)
+        # The exponent is bounded too: 2.0**1024, after a night's outage, is an OverflowError.
+        longest = min(self.most_s, self.first_s * 2.0 ** min(self.num_failures, 32))
         self.num_failures += 1
         return longest * rng.uniform(0.5, 1.0)
 
@@ -83,15 +84,18 @@ async def keep_linked(
             continue
         since = loop.time()
         was_up = True
-        log.info("> linked to the relay at %s", url)
+        log.info("> linked to the relay at %s", without_secrets(url))
         user.on_link(link)
         on_up()
+        code, reason = 1001, "going away"
         try:
             await link.run(lambda kind, session, frame, now: user.on_frame(frame, now))
-        except LinkLost as exc:
+        except (LinkLost, QueueFull) as exc:
             log.warning("< link to the relay lost: %s", exc)
+            # Should the relay still be there, it reads why we gave it up.
+            code, reason = 1011, str(exc)
         finally:
             user.on_link_lost()
-            await link.close(1001, "going away")
+            await link.close(code, reason)
         backoff.on_link_ended(loop.time() - since)
         await asyncio.sleep(backoff.pause_s(rng))

@@ -7,21 +7,24 @@ go out through a bounded queue: `send` never waits, and says when the queue is f
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus, InvalidURI
 
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
-from wire.errors import LinkLost, ProtocolError, Refused, WireError
+from wire.errors import LinkLost, ProtocolError, QueueFull, Refused, WireError
 from wire.messages import MAX_FRAME_BYTES, Hello, Message, Welcome
 
+WebSocket = ClientConnection | ServerConnection
 OnFrame = Callable[[str, str | None, bytes, float], None]
 """Called with type, session, frame and time of arrival."""
 OnWrite = Callable[[bytes, float, float], bytes]
@@ -30,10 +33,8 @@ OnMalformed = Callable[[ProtocolError, float], None]
 """Called with what is wrong with a frame, and its time of arrival; the link goes on."""
 
 CLOSE_TIMEOUT_S = 1.0
-
-
-class QueueFull(WireError):
-    """The peer does not read as fast as we send."""
+ADDRESS_HELP = "the relay's address must be ws://HOST:PORT or wss://HOST:PORT"
+log = logging.getLogger(__name__)
 
 
 def link_options() -> dict[str, Any]:
@@ -41,13 +42,13 @@ def link_options() -> dict[str, Any]:
     return {
         "compression": None,
         "max_size": MAX_FRAME_BYTES,
-        "max_queue": 64,
+        "max_queue": 16,
         "ping_interval": None,
         "close_timeout": CLOSE_TIMEOUT_S,
     }
 
 
-def set_nodelay(websocket: ClientConnection | ServerConnection) -> None:
+def set_nodelay(websocket: WebSocket) -> None:
     """Frames are small and urgent; waiting to fill a segment costs a delayed acknowledgement, about 40 ms."""
     sock: socket.socket | None = websocket.transport.get_extra_info("socket")
     if sock is not None:
@@ -65,7 +66,7 @@ class Link:
 
     def __init__(
         self,
-        websocket: ClientConnection | ServerConnection,
+        websocket: WebSocket,
         connection: Connection,
         *,
         max_queued_frames: int = 4096,
@@ -85,6 +86,7 @@ class Link:
         self._drained = asyncio.Event()
         self._drained.set()
         self._rearm = asyncio.Event()
+        self._timer_at: float | None = None
         self._closing: str | None = None
         set_nodelay(websocket)
 
@@ -154,19 +156,26 @@ class Link:
             ProtocolError: the peer sent a malformed frame.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(on_frame), name="link reader")
-                tasks.create_task(self._write(), name="link writer")
-                tasks.create_task(self._keep_alive(), name="link keepalive")
-        except* ConnectionClosed as group:
-            raise LinkLost(self._closing or closed_by(first(group))) from first(group)
-        except* WireError as group:
-            raise first(group) from None
+            # In a task of its own: a failing task group cancels its parent, and that must not look like our end.
+            await asyncio.create_task(self._carry(on_frame), name="link")
+        except BaseExceptionGroup as group:
+            # Not `except*`: that would wrap what is raised here in a group again.
+            cause = first(group)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # The link broke while we were being cancelled; the group reports the break alone.
+                raise asyncio.CancelledError from cause
+            if isinstance(cause, ConnectionClosed):
+                raise LinkLost(self._closing or closed_by(cause)) from cause
+            raise cause from None
+        finally:
+            self._drained.set()
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         """Close the link; takes at most CLOSE_TIMEOUT_S, then the socket is cut."""
         self._closing = f"closed by us with code {code} ({reason})"
-        await self.websocket.close(code, reason[:120])
+        # A close frame carries 123 bytes of reason at most.
+        await self.websocket.close(code, reason.encode()[:120].decode(errors="ignore"))
 
     def abort(self) -> None:
         """Cut the socket, without a word."""
@@ -175,6 +184,12 @@ class Link:
     async def flush(self) -> None:
         """Wait until everything queued has been handed to the socket."""
         await self._drained.wait()
+
+    async def _carry(self, on_frame: OnFrame) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read(on_frame), name="link reader")
+            tasks.create_task(self._write(), name="link writer")
+            tasks.create_task(self._keep_alive(), name="link keepalive")
 
     async def _read(self, on_frame: OnFrame) -> None:
         loop = asyncio.get_running_loop()
@@ -192,7 +207,10 @@ class Link:
                 if isinstance(event, Received):
                     on_frame(event.type, event.session, event.frame, now)
             self._put_own(now)
-            self._rearm.set()
+            # A frame that only puts the timer off need not wake its task: it looks again when the old time has come.
+            timer_at = self.connection.next_timer()
+            if timer_at is not None and self._timer_at is not None and timer_at < self._timer_at:
+                self._rearm.set()
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -211,11 +229,18 @@ class Link:
         loop = asyncio.get_running_loop()
         while True:
             self._rearm.clear()
+            self._timer_at = self.connection.next_timer()
             try:
-                async with asyncio.timeout_at(self.connection.next_timer()):
+                async with asyncio.timeout_at(self._timer_at):
                     await self._rearm.wait()
             except TimeoutError:
+                stalled_s = self.connection.stalled_s
                 self.connection.on_timer(loop.time())
+                if self.connection.stalled_s > stalled_s:
+                    log.warning(
+                        "our own event loop was blocked for %.1f s; the peer gets another chance",
+                        self.connection.stalled_s - stalled_s,
+                    )
                 self._put_own(loop.time())
 
     def _put(self, frame: bytes, now: float) -> None:
@@ -232,6 +257,7 @@ class Link:
         for frame in reversed(frames):
             self._queue.appendleft((frame, now))
             self.queued_bytes += len(frame)
+            self._drained.clear()
             self._queued.set()
 
     async def _write_own(self) -> None:
@@ -262,6 +288,9 @@ async def dial(
         Refused, PeerMismatch, VersionMismatch: the relay turned us away.
         LinkLost: nobody answers at the url.
     """
+    shown_url = without_secrets(url)
+    if shown_url is None:
+        raise Refused(f"{ADDRESS_HELP}; the secret belongs in FOREDRAFT_SECRET, not in the address")
     options = link_options()
     if ssl_context is not None:
         options["ssl"] = ssl_context
@@ -274,14 +303,16 @@ async def dial(
             **options,
         )
     except InvalidURI as exc:
-        raise Refused(f"the relay's address must be ws://HOST:PORT or wss://HOST:PORT, got {url}") from exc
+        raise Refused(f"{ADDRESS_HELP}, got {shown_url}") from exc
     except InvalidStatus as exc:
         status = exc.response.status_code
         if status in (401, 403):
-            raise Refused(f"the relay at {url} refused our secret ({status}): check FOREDRAFT_SECRET") from exc
-        raise LinkLost(f"the relay at {url} answered with HTTP {status}") from exc
-    except (OSError, InvalidHandshake, TimeoutError, EOFError) as exc:
-        raise LinkLost(f"no relay answers at {url}: {exc or type(exc).__name__}") from exc
+            raise Refused(f"the relay at {shown_url} refused our secret ({status}): check FOREDRAFT_SECRET") from exc
+        raise LinkLost(f"the relay at {shown_url} answered with HTTP {status}") from exc
+    except TimeoutError as exc:
+        raise LinkLost(f"no relay answers at {shown_url} within {open_timeout_s:g} s") from exc
+    except (OSError, InvalidHandshake, InvalidProxy, EOFError) as exc:
+        raise LinkLost(f"no relay answers at {shown_url}: {exc or type(exc).__name__}") from exc
     now = asyncio.get_running_loop().time()
     connection = Connection.dialing(hello, now=now, handshake_timeout_s=open_timeout_s)
     link = Link(websocket, connection, max_queued_bytes=max_queued_bytes)
@@ -293,18 +324,32 @@ async def dial(
     return link
 
 
+def without_secrets(url: str) -> str | None:
+    """The address as it may stand in logs, without its query; None if it holds credentials, or is no URL at all."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    return None if "@" in parts.netloc else urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+
+
 def closed_by(exc: ConnectionClosed) -> str:
-    """Who closed a WebSocket, with what words."""
-    if exc.rcvd is not None:
+    """Who closed a WebSocket, with what words: whose close frame came first decides."""
+    if exc.rcvd is not None and exc.rcvd_then_sent is not False:
         return f"closed by the peer with code {exc.rcvd.code} ({exc.rcvd.reason or 'no reason given'})"
     if exc.sent is not None:
         return f"closed by us with code {exc.sent.code} ({exc.sent.reason or 'no reason given'})"
-    return "the connection was cut"
+    return f"the connection was cut ({exc.__cause__ or 'end of stream'})"
 
 
-def first(group: BaseExceptionGroup[Any]) -> Any:
-    """The first leaf of an exception group."""
-    exc: BaseException = group
-    while isinstance(exc, BaseExceptionGroup):
-        exc = exc.exceptions[0]
-    return exc
+def first(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first leaf of an exception group, one of ours before those of the library."""
+    leaves: list[BaseException] = []
+    waiting: list[BaseException] = [group]
+    while waiting:
+        exc = waiting.pop(0)
+        if isinstance(exc, BaseExceptionGroup):
+            waiting = [*exc.exceptions, *waiting]
+        else:
+            leaves.append(exc)
+    return next((leaf for leaf in leaves if isinstance(leaf, WireError)), leaves[0])

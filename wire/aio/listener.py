@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
@@ -60,7 +61,8 @@ class Listener:
                 **link_options(),
             )
         except OSError as exc:
-            reason = exc.strerror or str(exc)
+            # asyncio puts words of its own around the system's.
+            reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
             raise ListenFailed(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from exc
         return int(next(iter(self._server.sockets)).getsockname()[1])
 

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from relay.router import Action, ClosePeer, DropReason, Forward, Router, Send, SessionEnded
+from wire.codec import encode
+from wire.messages import (
+    PROTOCOL_VERSION,
+    Acceptance,
+    Cancel,
+    Candidates,
+    Done,
+    Draining,
+    Error,
+    Hello,
+    Message,
+    ModelIdentity,
+    OpenSession,
+    Paired,
+    PeerGone,
+    Prefix,
+    Release,
+    Resync,
+    TextDelta,
+)
+
+TARGET = ModelIdentity(name="target", revision="1", tokenizer="ab" * 32, vocab_size=256, context_length=4096)
+DRAFTER = replace(TARGET, name="drafter")
+OPEN = OpenSession(session="s", prompt="hello")
+CANDIDATES = Candidates(session="s", epoch=1, frame=0, first_node=0, parents=(-1,), tokens=(5,), scores=(0,))
+PREFIX = Prefix(session="s", epoch=1, start=0, tokens=(1,), total=1, digest="d", limit=9, prompt_tokens=1)
+ACCEPTANCE = Acceptance(session="s", epoch=1, start=1, tokens=(5,))
+DELTA = TextDelta(session="s", start=0, tokens=(5,), text="a")
+DONE = Done(session="s", finish_reason="stop", prompt_tokens=1, completion_tokens=1)
+
+
+def join(
+    router: Router, peer: str, role: str, *, model: ModelIdentity | None = None, capacity: int = 4
+) -> list[Action]:
+    default = {"verify": TARGET, "draft": DRAFTER, "client": None}[role]
+    hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=peer, capacity=capacity, model=model or default)
+    return router.on_hello(peer, hello, 0.0)
+
+
+def say(router: Router, peer: str, message: Message) -> list[Action]:
+    return router.on_frame(peer, encode(message), 0.0)
+
+
+def paired(session: str = "s", epoch: int = 1, draft: str = "draft") -> Send:
+    return Send("verify", Paired(session=session, epoch=epoch, draft=draft))
+
+
+def the_error(actions: list[Action]) -> tuple[str, str | None, str]:
+    (action,) = actions
+    assert isinstance(action, Send)
+    assert isinstance(action.message, Error)
+    return action.peer, action.message.session, action.message.code
+
+
+@pytest.fixture
+def router() -> Router:
+    """One peer of each role."""
+    router = Router()
+    for role in ("verify", "draft", "client"):
+        assert join(router, role, role) == []
+    return router
+
+
+@pytest.fixture
+def running(router: Router) -> Router:
+    """The same, with session "s" under way."""
+    assert say(router, "client", OPEN) == [Forward("verify", encode(OPEN)), paired()]
+    return router
+
+
+@pytest.mark.parametrize(
+    ("sender", "message", "receiver"),
+    [
+        ("verify", PREFIX, "draft"),
+        ("verify", ACCEPTANCE, "draft"),
+        ("verify", DELTA, "client"),
+        ("draft", CANDIDATES, "verify"),
+        ("draft", Resync(session="s", epoch=1, length=3), "verify"),
+    ],
+)
+def test_frames_of_a_session_go_to_its_peers_unchanged(
+    running: Router, sender: str, message: Message, receiver: str
+) -> None:
+    assert say(running, sender, message) == [Forward(receiver, encode(message))]
+
+
+def test_done_ends_the_session_and_releases_the_draft_node(running: Router) -> None:
+    assert say(running, "verify", DONE) == [
+        Forward("client", encode(DONE)),
+        Send("draft", Release(session="s", reason="done")),
+        SessionEnded("s", "done", 0.0),
+    ]
+    assert not running.sessions
+    assert all(not peer.sessions for peer in running.peers.values())
+
+
+def test_an_error_of_the_verify_node_ends_the_session(running: Router) -> None:
+    error = Error(session="s", code="bad_request", message="too long")
+    assert say(running, "verify", error)[:2] == [
+        Forward("client", encode(error)),
+        Send("draft", Release(session="s", reason="bad_request")),
+    ]
+    assert not running.sessions
+
+
+def test_the_verify_nodes_complaint_about_candidates_goes_to_the_draft_node_and_another_takes_over(
+    running: Router,
+) -> None:
+    join(running, "second", "draft")
+    error = Error(session="s", code="malformed", message="token out of range")
+    assert say(running, "verify", error) == [Forward("draft", encode(error)), paired(epoch=2, draft="second")]
+    assert say(running, "draft", CANDIDATES) == []
+    assert running.drops[DropReason.NOT_PAIRED] == 1
+
+
+def test_a_draft_node_that_gives_up_is_replaced_and_not_asked_again(running: Router) -> None:
+    error = Error(session="s", code="draft_refused", message="no slot")
+    assert say(running, "draft", error) == [Forward("verify", encode(error))]
+    assert join(running, "second", "draft") == [paired(epoch=2, draft="second")]
+
+
+def test_candidates_of_another_draft_node_are_dropped(running: Router) -> None:
+    join(running, "second", "draft")
+    assert say(running, "second", CANDIDATES) == []
+    assert running.drops[DropReason.NOT_PAIRED] == 1
+
+
+def test_text_of_another_verify_node_is_dropped(running: Router) -> None:
+    join(running, "second", "verify")
+    assert say(running, "second", DELTA) == []
+    assert say(running, "second", DONE) == []
+    assert "s" in running.sessions
+
+
+def test_late_frames_of_nodes_are_counted_and_answered_with_silence(router: Router) -> None:
+    assert say(router, "draft", CANDIDATES) == say(router, "verify", DELTA) == say(router, "verify", PREFIX) == []
+    assert router.drops == {DropReason.UNKNOWN_SESSION: 3}
+
+
+def test_no_verify_node_fails_at_once(router: Router) -> None:
+    assert the_error(say(router, "client", replace(OPEN, model="other"))) == ("client", "s", "no_verify_node")
+    router.on_gone("verify", 0.0)
+    assert the_error(say(router, "client", OPEN)) == ("client", "s", "no_verify_node")
+
+
+def test_the_model_asked_for_is_the_model_that_serves(router: Router) -> None:
+    join(router, "other", "verify", model=replace(TARGET, name="other"))
+    open_other = replace(OPEN, model="other")
+    assert say(router, "client", open_other)[0] == Forward("other", encode(open_other))
+
+
+def test_sessions_spread_by_load_relative_to_capacity(router: Router) -> None:
+    join(router, "big", "verify", capacity=8)
+    counts = {"verify": 0, "big": 0}
+    for i in range(12):
+        forward = say(router, "client", replace(OPEN, session=f"s{i}"))[0]
+        assert isinstance(forward, Forward)
+        counts[forward.peer] += 1
+    assert counts == {"verify": 4, "big": 8}
+
+
+def test_a_duplicate_session_is_refused_and_the_first_goes_on(running: Router) -> None:
+    join(running, "second", "client")
+    assert the_error(say(running, "second", OPEN)) == ("second", "s", "bad_session")
+    assert say(running, "verify", DELTA) == [Forward("client", encode(DELTA))]
+
+
+def test_without_speculation_no_draft_node_is_paired(router: Router) -> None:
+    plain = replace(OPEN, speculate=False)
+    assert say(router, "client", plain) == [Forward("verify", encode(plain))]
+    assert join(router, "second", "draft") == []
+
+
+def test_a_session_waits_for_room_at_a_draft_node(router: Router) -> None:
+    router.on_gone("draft", 0.0)
+    assert join(router, "draft", "draft", capacity=1) == []
+    assert paired() in say(router, "client", OPEN)
+    assert say(router, "client", replace(OPEN, session="t"))[1:] == []
+    assert say(router, "verify", DONE)[-1] == paired("t")
+
+
+def test_a_client_may_cancel_its_own_session_only(running: Router) -> None:
+    join(running, "second", "client")
+    assert the_error(say(running, "second", Cancel(session="s"))) == ("second", "s", "unknown_session")
+    assert say(running, "client", Cancel(session="s", reason="client gone")) == [
+        Send("verify", Cancel(session="s", reason="cancelled by the client"))
+    ]
+    assert "s" in running.sessions, "the verify node's Done ends it"
+
+
+def test_a_frame_with_two_sessions_reaches_neither(running: Router) -> None:
+    say(running, "client", replace(OPEN, session="t"))
+    assert (
+        the_error(running.on_frame("client", b'{"type":"cancel","session":"t","session":"s"}', 0.0))[2] == "malformed"
+    )
+
+
+def test_a_client_that_is_gone_cancels_its_sessions(running: Router) -> None:
+    assert running.on_gone("client", 2.0) == [
+        Send("verify", Cancel(session="s", reason="client gone")),
+        Send("draft", Release(session="s", reason="client gone")),
+        SessionEnded("s", "client gone", 2.0),
+    ]
+
+
+def test_a_lost_draft_node_is_replaced_under_the_next_epoch(running: Router) -> None:
+    gone, *rest = running.on_gone("draft", 0.0, "reset")
+    assert gone == Send("verify", PeerGone(session="s", role="draft", reason="draft node draft was lost: reset"))
+    assert rest == []
+    assert say(running, "verify", ACCEPTANCE) == []
+    assert running.drops[DropReason.NO_DRAFT_NODE] == 1
+    assert join(running, "second", "draft") == [paired(epoch=2, draft="second")]
+    join(running, "third", "draft")
+    assert running.on_gone("second", 0.0)[1:] == [paired(epoch=3, draft="third")]
+
+
+def test_a_lost_verify_node_fails_the_request(running: Router) -> None:
+    error, release, _ = running.on_gone("verify", 0.0)
+    assert the_error([error]) == ("client", "s", "verify_lost")
+    assert release == Send("draft", Release(session="s", reason="verify node lost"))
+
+
+def test_draining_nodes_get_no_new_session_and_keep_the_old(running: Router) -> None:
+    draining = Draining(grace_s=1.0)
+    assert say(running, "draft", draining) == []
+    open_t = replace(OPEN, session="t")
+    assert say(running, "client", open_t) == [Forward("verify", encode(open_t))]
+    assert say(running, "draft", CANDIDATES) == [Forward("verify", encode(CANDIDATES))]
+    say(running, "verify", draining)
+    assert the_error(say(running, "client", replace(OPEN, session="u")))[2] == "no_verify_node"
+    assert say(running, "verify", DELTA) == [Forward("client", encode(DELTA))]
+
+
+def test_a_draining_relay_takes_neither_sessions_nor_peers(running: Router) -> None:
+    assert {a.peer for a in running.on_drain(5.0, "update") if isinstance(a, Send)} == {"verify", "draft", "client"}
+    assert the_error(say(running, "client", replace(OPEN, session="t")))[2] == "draining"
+    assert join(running, "late", "client") == [ClosePeer("late", "draining", "the relay is shutting down")]
+    assert say(running, "verify", DELTA) == [Forward("client", encode(DELTA))]
+
+
+def test_c018_a_draft_node_that_fits_no_verify_node_is_refused(router: Router) -> None:
+    (closed,) = join(router, "odd", "draft", model=replace(DRAFTER, tokenizer="cd" * 32))
+    assert isinstance(closed, ClosePeer)
+    assert (closed.peer, closed.code) == ("odd", "mismatch")
+    for part in ("odd", "drafter@1", "cdcdcdcdcdcd", "verify", "target@1", "abababababab", "protocol 1"):
+        assert part in closed.reason
+    assert "odd" not in router.peers
+
+
+def test_c018_a_verify_node_that_comes_later_refuses_the_draft_nodes_that_fit_none() -> None:
+    router = Router()
+    join(router, "odd", "draft", model=replace(DRAFTER, tokenizer="cd" * 32))
+    join(router, "good", "draft")
+    (closed,) = join(router, "verify", "verify")
+    assert isinstance(closed, ClosePeer)
+    assert (closed.peer, closed.code) == ("odd", "mismatch")
+    assert set(router.peers) == {"good", "verify"}
+
+
+def test_a_draft_node_that_fits_one_of_several_verify_nodes_serves_that_one(router: Router) -> None:
+    other = replace(TARGET, name="other", tokenizer="cd" * 32)
+    join(router, "other", "verify", model=other)
+    assert join(router, "second", "draft", model=replace(other, name="small")) == []
+    assert say(router, "client", replace(OPEN, model="other"))[1:] == [
+        Send("other", Paired(session="s", epoch=1, draft="second"))
+    ]
+
+
+def test_c018_another_protocol_version_is_refused_with_both_sides_named(router: Router) -> None:
+    hello = Hello(protocol=2, role="draft", name="new", model=DRAFTER)
+    (closed,) = router.on_hello("new", hello, 0.0)
+    assert isinstance(closed, ClosePeer)
+    assert closed.code == "version"
+    for part in ("new", "drafter@1", "abababababab", "protocol 2", "protocol 1", "target@1"):
+        assert part in closed.reason
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [("client", CANDIDATES), ("client", DELTA), ("draft", ACCEPTANCE), ("draft", OPEN), ("verify", CANDIDATES),
+     ("verify", Cancel(session="s")), ("client", Release(session="s"))],
+)  # fmt: skip
+def test_a_role_may_send_only_its_own_messages(running: Router, peer: str, message: Message) -> None:
+    assert the_error(say(running, peer, message)) == (peer, None, "not_allowed")
+    assert running.drops[DropReason.WRONG_ROLE] == 1
+    assert "s" in running.sessions
+
+
+@pytest.mark.parametrize("frame", [b"", b"{", b"[]", b'{"type":"nonsense"}', b'{"type":"cancel"}', b"\xff\xfe\x00",
+                                   b'{"type":"cancel","session":"%s"}' % (b"x" * 65)])  # fmt: skip
+def test_malformed_frames_cost_their_sender_an_error(running: Router, frame: bytes) -> None:
+    assert the_error(running.on_frame("client", frame, 0.0)) == ("client", None, "malformed")
+    assert running.drops[DropReason.MALFORMED] == 1
+
+
+def test_the_sender_of_too_many_malformed_frames_is_closed_and_its_sessions_end() -> None:
+    router = Router(malformed_limit=3)
+    for role in ("verify", "client"):
+        join(router, role, role)
+    say(router, "client", OPEN)
+    for _ in range(2):
+        router.on_frame("client", b"{", 0.0)
+    closed, cancel, _ = router.on_frame("client", b"{", 0.0)
+    assert isinstance(closed, ClosePeer)
+    assert closed.code == "malformed"
+    assert cancel == Send("verify", Cancel(session="s", reason="client gone"))
+    assert router.on_frame("client", b"{", 0.0) == []
+    assert router.drops[DropReason.UNKNOWN_PEER] == 1
+
+
+def test_a_request_out_of_range_fails_alone_and_is_not_held_against_the_client(router: Router) -> None:
+    frame = b'{"type":"open_session","session":"s","prompt":"x","max_tokens":-1}'
+    assert the_error(router.on_frame("client", frame, 0.0)) == ("client", "s", "bad_request")
+    assert router.peers["client"].num_malformed == 0
+
+
+def test_a_client_has_a_limit_of_sessions(router: Router) -> None:
+    codes = set()
+    for i in range(257):
+        actions = say(router, "client", replace(OPEN, session=f"s{i}", speculate=False))
+        codes |= {action.message.code for action in actions if isinstance(action, Send)}  # type: ignore[attr-defined]
+    assert codes == {"overloaded"}
+    assert len(router.sessions) == 256

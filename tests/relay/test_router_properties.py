@@ -1,0 +1,179 @@
+"""Whatever happens in whatever order, the router's books balance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from relay.router import Action, ClosePeer, Forward, Router, Send, SessionEnded
+from wire.codec import encode, peek
+from wire.messages import (
+    PROTOCOL_VERSION,
+    Acceptance,
+    Cancel,
+    Candidates,
+    Done,
+    Draining,
+    Error,
+    Hello,
+    ModelIdentity,
+    OpenSession,
+    Paired,
+    PeerGone,
+    Prefix,
+    Release,
+    TextDelta,
+)
+
+TARGET = ModelIdentity(name="target", revision="1", tokenizer="ab" * 32, vocab_size=256, context_length=4096)
+MODELS = [replace(TARGET, name="m0"), replace(TARGET, name="m1", tokenizer="cd" * 32)]
+PEERS = st.sampled_from([f"{role}{i}" for role in ("client", "verify", "draft") for i in range(3)])
+SESSIONS = st.sampled_from([f"s{i}" for i in range(5)])
+
+
+def frames(session: str) -> list[bytes]:
+    return [
+        encode(message)
+        for message in (
+            OpenSession(session=session, prompt="x"),
+            OpenSession(session=session, prompt="x", speculate=False, model="m1"),
+            Cancel(session=session),
+            TextDelta(session=session, start=0, tokens=(1,), text="a"),
+            Done(session=session, finish_reason="stop", prompt_tokens=1, completion_tokens=1),
+            Error(session=session, code="failed", message="x"),
+            Error(session=session, code="malformed", message="x"),
+            Error(code="malformed", message="x"),
+            Prefix(session=session, epoch=1, start=0, tokens=(1,), total=1, digest="d", limit=9, prompt_tokens=1),
+            Acceptance(session=session, epoch=1, start=1, tokens=(5,)),
+            Candidates(session=session, epoch=1, frame=0, first_node=0, parents=(-1,), tokens=(5,), scores=(0,)),
+            Draining(grace_s=1.0),
+        )
+    ]
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Joins, leaves, frames and garbage. The books here are kept from the actions alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(malformed_limit=4)
+        self.connected: dict[str, str] = {}
+        self.drafting: dict[str, dict[str, str]] = {}
+        """Session to the draft node that has not been freed, by verify node."""
+        self.epochs: dict[str, int] = {}
+        self.open: set[str] = set()
+
+    def check(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case ClosePeer(peer):
+                    assert self.connected.pop(peer, None) is not None, "closed twice, or never let in"
+                case Forward(peer, frame):
+                    assert peer in self.connected
+                    if peek(frame)[0] == "open_session":
+                        session = peek(frame)[1] or ""
+                        assert session not in self.open
+                        self.open.add(session)
+                        self.epochs[session] = 0
+                case Send(peer, message):
+                    assert peer in self.connected, f"{message} to a peer that has left"
+                    if isinstance(message, Paired):
+                        assert message.session in self.open
+                        assert message.epoch == self.epochs[message.session] + 1
+                        self.epochs[message.session] = message.epoch
+                    if isinstance(message, Release):
+                        assert self.connected[peer] == "draft"
+                    if isinstance(message, PeerGone):
+                        assert message.session in self.open
+                case SessionEnded(session):
+                    assert session in self.open, "ended twice, or never begun"
+                    self.open.remove(session)
+
+    @rule(peer=PEERS, model=st.sampled_from(MODELS), capacity=st.integers(1, 2))
+    def join(self, peer: str, model: ModelIdentity, capacity: int) -> None:
+        if peer in self.connected:
+            return
+        role = peer[:-1]
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            role=role,
+            name=peer,
+            capacity=capacity,
+            model=model if role != "client" else None,
+        )
+        self.connected[peer] = role
+        self.check(self.router.on_hello(peer, hello, 0.0))
+
+    @rule(peer=PEERS)
+    def leave(self, peer: str) -> None:
+        was = {s.id: s.draft for s in self.router.sessions.values()}
+        self.connected.pop(peer, None)
+        actions = self.router.on_gone(peer, 0.0)
+        self.check(actions)
+        self.check_releases(was, actions, told={})
+
+    @rule(peer=PEERS, session=SESSIONS, kind=st.integers(0, 11))
+    def frame(self, peer: str, session: str, kind: int) -> None:
+        frame = frames(session)[kind]
+        was = {s.id: s.draft for s in self.router.sessions.values()}
+        actions = self.router.on_frame(peer, frame, 0.0)
+        self.check(actions)
+        # An Error between verify and draft node frees the session there as a Release does.
+        told = {session: was[session]} if peek(frame)[0] == "error" and was.get(session) else {}
+        self.check_releases(was, actions, told)
+
+    @rule(peer=PEERS, frame=st.binary(max_size=20))
+    def garbage(self, peer: str, frame: bytes) -> None:
+        was = {s.id: s.draft for s in self.router.sessions.values()}
+        actions = self.router.on_frame(peer, frame, 0.0)
+        self.check(actions)
+        self.check_releases(was, actions, told={})
+
+    @rule(peer=PEERS)
+    def slow(self, peer: str) -> None:
+        was = {s.id: s.draft for s in self.router.sessions.values()}
+        actions = self.router.expel(peer, "slow_consumer", "slow", 0.0)
+        self.check(actions)
+        self.check_releases(was, actions, told={})
+
+    def check_releases(self, was: dict[str, str | None], actions: list[Action], told: dict[str, str | None]) -> None:
+        """A draft node that has lost a session is released exactly once, unless it has left or knows already."""
+        released = [
+            (a.message.session, a.peer) for a in actions if isinstance(a, Send) and isinstance(a.message, Release)
+        ]
+        assert len(released) == len(set(released))
+        for session, draft in was.items():
+            now = self.router.sessions.get(session)
+            lost = draft is not None and (now is None or now.draft != draft)
+            expected = lost and draft in self.connected and told.get(session) != draft
+            if told.get(session) != draft:
+                assert ((session, draft) in released) == expected
+        for session, draft in released:
+            assert was.get(session) == draft
+
+    @invariant()
+    def books_balance(self) -> None:
+        router = self.router
+        assert set(router.peers) == set(self.connected)
+        assert set(router.sessions) == self.open
+        held = {peer.id: set(peer.sessions) for peer in router.peers.values()}
+        for session in router.sessions.values():
+            for peer_id in (session.client, session.verify, session.draft):
+                if peer_id is not None:
+                    held[peer_id].remove(session.id)
+            if session.draft is not None:
+                assert session.speculate
+                assert router.peers[session.draft].model.tokenizer == router.peers[session.verify].model.tokenizer
+        assert not any(held.values()), "a peer holds a session that it has no part in"
+        for peer in router.peers.values():
+            if peer.hello.role == "draft":
+                assert peer.load <= 1
+
+
+RouterMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestRouterMachine = RouterMachine.TestCase
