@@ -10,6 +10,7 @@ Several streams may run at a time on one client. Close a generator early (`conte
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import ssl
 import sys
@@ -17,8 +18,6 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-
-import orjson
 
 from relay.config import ClientConfig
 from relay.errors import RequestFailed
@@ -352,7 +351,9 @@ async def ask(config: ClientConfig, question: str) -> int:
             speculate=not config.target_only,
         ):
             if config.json:
-                print(orjson.dumps({"event": type(event).__name__.lower(), **asdict(event)}).decode(), flush=True)
+                print(
+                    json.dumps({"event": type(event).__name__.lower(), **asdict(event)}, ensure_ascii=False), flush=True
+                )
             elif isinstance(event, Delta):
                 print(event.text, end="", flush=True)
             else:

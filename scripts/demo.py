@@ -27,7 +27,6 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from relay.client import Delta, Finished, StreamClient
-
 from scripts.demo_model import DemoModelError, ensure_demo_checkpoint
 from scripts.processes import Part, Parts, StartFailed
 from speculation.ledger import Ledger, Round

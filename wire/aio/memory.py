@@ -28,7 +28,7 @@ class LinkModel:
     duplicate: float = 0.0
     reorder: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    _last_at: float = 0.0
+    _last_at: float = field(default=0.0, init=False)
 
     def arrivals(self, now: float) -> list[float]:
         """When the copies of a frame sent now arrive; none if it is lost."""
