@@ -45,7 +45,6 @@ from wire.messages import (
 
 MALFORMED_LIMIT = 20
 MAX_SESSIONS_PER_CLIENT = 256
-MAX_SESSION_CHARS = 64
 MAX_REASON_CHARS = 1000
 DRAFT_FAULT = "malformed"
 """The code of a verify node's Error that is about the draft node's candidates; the answer itself goes on."""
@@ -190,8 +189,8 @@ class Router:
             text = f"{kind} is not for a {peer.hello.role} to send"
             return self._malformed(peer, DropReason.WRONG_ROLE, "not_allowed", text, now)
         try:
-            if session_id is None or not 0 < len(session_id) <= MAX_SESSION_CHARS:
-                raise ProtocolError(f"{kind} needs a session of 1..{MAX_SESSION_CHARS} characters")
+            if session_id is None:
+                raise ProtocolError(f"{kind} needs a session")
             return handler(self, peer, session_id, frame, now)
         except ProtocolError as exc:
             return self.on_malformed(peer_id, str(exc), now)
@@ -221,7 +220,6 @@ class Router:
         except ProtocolError as exc:
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_request", str(exc))
         assert isinstance(request, OpenSession), "peek and decode agree on the type"
-        _check_session(request.session, session_id)
         if session_id in self.sessions:
             text = f"session {session_id} exists already"
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_session", text)
@@ -245,7 +243,6 @@ class Router:
             return self._fail(client, session_id, DropReason.UNKNOWN_SESSION, "unknown_session", text)
         cancel = decode(frame)
         assert isinstance(cancel, Cancel), "peek and decode agree on the type"
-        _check_session(cancel.session, session_id)
         # The verify node acts on the reason ("client gone": answer nobody), so it is not for a client to choose.
         return [Send(session.verify, Cancel(session=session_id, reason="cancelled by the client"))]
 
@@ -355,12 +352,6 @@ class Router:
         if peer.num_malformed >= self.malformed_limit:
             return self.expel(peer.id, code, f"{peer.num_malformed} malformed frames, the last: {reason}", now)
         return [Send(peer.id, Error(code=code, message=reason))]
-
-
-def _check_session(decoded: str, peeked: str) -> None:
-    """JSON may name a key twice: a frame must not be routed by one session and act on another."""
-    if decoded != peeked:
-        raise ProtocolError(f"session is given twice, as {peeked} and {decoded}")
 
 
 _Handler = Callable[[Router, Peer, str, bytes, float], list[Action]]

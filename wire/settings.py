@@ -71,6 +71,8 @@ def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namesp
             secret = str(given.secret_file.read_text()).strip()
         except OSError as exc:
             arguments.error(f"--secret-file {given.secret_file}: {exc.strerror}")
+        except UnicodeDecodeError:
+            arguments.error(f"--secret-file {given.secret_file}: not a text file")
     else:
         secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < MIN_SECRET_CHARS:

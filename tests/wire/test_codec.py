@@ -246,7 +246,7 @@ def test_residence_leaves_alone_what_it_cannot_mark() -> None:
 
 
 def test_a_frame_above_the_limit_is_neither_written_nor_read() -> None:
-    with pytest.raises(FrameTooLarge, match="open_session has .* bytes, above the limit of 1048576"):
+    with pytest.raises(FrameTooLarge, match=r"open_session has .* bytes, above the limit of 1048576"):
         encode(OpenSession(session="s", prompt="é" * 600_000))
     with pytest.raises(FrameTooLarge):
         decode(b" " * (MAX_FRAME_BYTES + 1))

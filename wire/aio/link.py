@@ -175,7 +175,15 @@ class Link:
         """Close the link; takes at most CLOSE_TIMEOUT_S, then the socket is cut."""
         self._closing = f"closed by us with code {code} ({reason})"
         # A close frame carries 123 bytes of reason at most.
-        await self.websocket.close(code, reason.encode()[:120].decode(errors="ignore"))
+        reason = reason.encode()[:120].decode(errors="ignore")
+        try:
+            # The library's own close_timeout starts only when its send buffer has room for the close frame, which it
+            # never has on a path that died while full.
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.websocket.close(code, reason)
+        except TimeoutError:
+            self.abort()
+            await self.websocket.wait_closed()
 
     def abort(self) -> None:
         """Cut the socket, without a word."""
@@ -319,7 +327,7 @@ async def dial(
     try:
         await link.handshake()
     except BaseException:
-        await websocket.close()
+        await link.close()
         raise
     return link
 

@@ -48,7 +48,8 @@ def run_main(
             cause = cause.exceptions[0]
         if debug or not isinstance(cause, (WireError, OSError, *expected)):
             raise
-        sys.stderr.write(f"foredraft-{program}: {cause}\n")
+        told = " ".join(str(cause).split()) or type(cause).__name__
+        sys.stderr.write(f"foredraft-{program}: {told}\n")
         return EXIT_FAILURE
 
 

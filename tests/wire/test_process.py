@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+
+import pytest
+
+from wire.aio.process import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, announce, run_main, stop_on_signals
+from wire.errors import LinkLost
+
+
+class ModelTrouble(Exception):
+    """Stands for an error of a layer that `wire` does not know."""
+
+
+def failing(exc: BaseException, *expected: type[Exception], debug: bool = False) -> int:
+    async def main() -> int:
+        raise exc
+
+    return run_main("relay", main, *expected, debug=debug)
+
+
+async def succeeding() -> int:
+    return EXIT_OK
+
+
+def test_the_exit_code_is_that_of_the_program() -> None:
+    assert run_main("relay", succeeding) == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("exc", "line"),
+    [
+        (LinkLost("no relay answers at ws://r:1"), "foredraft-relay: no relay answers at ws://r:1\n"),
+        (OSError(98, "address in use"), "foredraft-relay: [Errno 98] address in use\n"),
+        (ModelTrouble("two\n  lines"), "foredraft-relay: two lines\n"),
+        (TimeoutError(), "foredraft-relay: TimeoutError\n"),
+        (ExceptionGroup("tasks", [ExceptionGroup("", [LinkLost("gone")])]), "foredraft-relay: gone\n"),
+    ],
+)
+def test_an_expected_error_is_one_line_and_exit_code_one(
+    exc: Exception, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing(exc, ModelTrouble) == EXIT_FAILURE
+    assert capsys.readouterr() == ("", line)
+
+
+def test_an_unexpected_error_and_debugging_show_the_traceback() -> None:
+    with pytest.raises(ModelTrouble):
+        failing(ModelTrouble("a bug"))
+    with pytest.raises(LinkLost):
+        failing(LinkLost("gone"), debug=True)
+
+
+def test_an_interrupt_exits_with_130() -> None:
+    assert failing(KeyboardInterrupt()) == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signals_ask_to_stop(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    stop = stop_on_signals()
+    try:
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(stop.wait(), 5.0)
+    finally:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(each)
+    assert f"{number.name}: draining" in caplog.text
+
+
+def test_readiness_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    announce(port=8700)
+    assert json.loads(capsys.readouterr().out) == {"ready": True, "port": 8700}
