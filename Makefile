@@ -43,7 +43,6 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy scripts
 
 clean:
 	rm -rf $(VENV) .setup-stamp .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

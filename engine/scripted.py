@@ -6,111 +6,21 @@ so that a scheduler which passes with them asks for nothing impossible. The samp
 
 from __future__ import annotations
 
-import functools
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
 from engine.errors import CacheError, NumericalError
-from engine.noise import mix64
 from engine.sampler import Sampler
+from engine.scripted_logits import LogitsFn, NextTokensFn, Prefix, as_row
 from speculation.passes import Child, DraftResult, DraftStep, Sampling, TokenLogprob, VerifyPass, VerifyResult
 from speculation.walk import walk
 
-Prefix = tuple[int, ...]
-LogitsFn = Callable[[Prefix], Tensor | Sequence[float]]
-"""Logits [width] of the token after a prefix. A returned tensor is not written to."""
-NextTokensFn = Callable[[Prefix], Sequence[int]]
-"""Candidates after a prefix, best first."""
 DelayFn = Callable[[int], float]
 """Seconds that a pass over so many rows takes; they are slept, in the thread that calls."""
 
 S = TypeVar("S")
-
-CONTEXT_TOKENS = 3
-CACHED_ROWS = 4096
-
-
-def hash_logits(vocab_size: int, seed: int = 0, sharpness: float = 8.0) -> LogitsFn:
-    """Logits spread evenly over 0..sharpness, by a hash of the prefix's length and last tokens."""
-
-    @functools.lru_cache(CACHED_ROWS)
-    def row(key: int) -> Tensor:
-        rng = random.Random(key)
-        return torch.tensor([sharpness * rng.random() for _ in range(vocab_size)])
-
-    return lambda prefix: row(_prefix_key(prefix, seed))
-
-
-def text_logits(ids: Sequence[int], eos: int, *, num_prompt: int = 0, sharpness: float = 30.0) -> LogitsFn:
-    """Logits that say `ids` after a prompt of `num_prompt` tokens, then `eos`, whatever has been said before."""
-    width = max(*ids, eos) + 1
-
-    def logits(prefix: Prefix) -> Tensor:
-        index = len(prefix) - num_prompt
-        row = torch.zeros(width)
-        row[ids[index] if 0 <= index < len(ids) else eos] = sharpness
-        return row
-
-    return logits
-
-
-def agreeing(logits_fn: LogitsFn, probability: float, seed: int = 0) -> LogitsFn:
-    """A drafter that has the target's logits after a share `probability` of prefixes, and else another token's.
-
-    Where it disagrees the row is rotated by one id, so its best token is wrong. Which prefixes those are is a function
-    of the prefix alone. (When sampling at a high temperature it may be right by luck.)
-    """
-
-    def logits(prefix: Prefix) -> Tensor:
-        row = _as_row(logits_fn(prefix))
-        agrees = mix64(_prefix_key(prefix, seed)) < probability * 2.0**64
-        return row if agrees else row.roll(1)
-
-    return logits
-
-
-def hopeless(logits_fn: LogitsFn) -> LogitsFn:
-    """A drafter that always proposes the target's least likely token."""
-
-    def logits(prefix: Prefix) -> Tensor:
-        row = _as_row(logits_fn(prefix))
-        wrong = torch.full_like(row, float("-inf"))
-        wrong[row.argmin()] = 0.0
-        return wrong
-
-    return logits
-
-
-def reference(
-    logits_fn: LogitsFn,
-    sampling: Sampling,
-    prompt: Sequence[int],
-    max_tokens: int,
-    stop_ids: Sequence[int] = (),
-    *,
-    vocab_size: int | None = None,
-) -> tuple[int, ...]:
-    """The answer of the target decoded alone, one token at a time; a stop id is its last token.
-
-    Raises:
-        NumericalError: as `Sampler.choose`.
-    """
-    sampler = Sampler(sampling, num_prompt=len(prompt), stop_ids=stop_ids, vocab_size=vocab_size)
-    sampler.commit(prompt)
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + max_tokens:
-        token = sampler.choose(_as_row(logits_fn(tuple(tokens))), len(tokens))
-        sampler.commit((token,))
-        tokens.append(token)
-        if token in stop_ids:
-            break
-    return tuple(tokens[len(prompt) :])
 
 
 @dataclass(slots=True)
@@ -210,7 +120,7 @@ class ScriptedTarget:
             if not 0 <= parent < row:
                 raise CacheError(f"{where}: parent of row {row} is {parent}")
             depths.append(depths[parent] + 1)
-        end = request.start + max(*depths, request.max_tokens, 0)
+        end = request.start + max(*depths, request.max_tokens)
         if request.parents[0] != -1 or request.max_tokens < 1 or end > self.max_length:
             raise CacheError(
                 f"{where}: parent of row 0 is {request.parents[0]}, max_tokens {request.max_tokens}, "
@@ -224,7 +134,7 @@ class ScriptedTarget:
         logprobs: list[TokenLogprob] = []
 
         def choose(row: int, path: Prefix) -> int:
-            logits = _as_row(self.logits_fn(committed + path))
+            logits = as_row(self.logits_fn(committed + path))
             token = sampler.choose(logits, request.start + len(path), path)
             if request.num_logprobs is not None:
                 logprobs.append(sampler.logprobs(logits, path, token, request.num_logprobs))
@@ -346,11 +256,10 @@ class ScriptedDrafter:
                 f"{where}: {num_new} rows to run, {len(rows)} in the tree, at most {self.max_rows}; "
                 f"{longest} positions of {self.max_length}"
             )
-        if not 0 <= step.num_children <= self.max_children or (step.expand_root and not step.commit):
-            raise CacheError(
-                f"{where}: {step.num_children} children of at most {self.max_children}; the root can be "
-                "expanded only with its row"
-            )
+        if not 0 <= step.num_children <= self.max_children:
+            raise CacheError(f"{where}: {step.num_children} children, at most {self.max_children}")
+        if step.expand_root and not step.commit:
+            raise CacheError(f"{where}: the root can be expanded only with its row")
         return tokens, rows
 
     def _run(
@@ -372,7 +281,7 @@ class ScriptedDrafter:
             return tuple(Child(token=t, logprob=-0.1 - i) for i, t in enumerate(self.next_tokens(prefix)[:num]))
         assert self.logits_fn is not None
         path = prefix[len(session.tokens) :]
-        return tuple(session.sampler.propose(_as_row(self.logits_fn(prefix)), len(prefix), path, num))
+        return tuple(session.sampler.propose(as_row(self.logits_fn(prefix)), len(prefix), path, num))
 
 
 def _check_free(slot: int, slots: dict[int, TargetSlot] | dict[int, DraftSlot], num_slots: int) -> None:
@@ -391,14 +300,3 @@ def _opened(slot: int, slots: dict[int, S]) -> S:
 def _sleep(delay_s: DelayFn | None, num_rows: int) -> None:
     if delay_s is not None:
         time.sleep(delay_s(num_rows))
-
-
-def _as_row(logits: Tensor | Sequence[float]) -> Tensor:
-    return logits if isinstance(logits, Tensor) else torch.tensor(logits, dtype=torch.float64)
-
-
-def _prefix_key(prefix: Prefix, seed: int) -> int:
-    key = mix64(seed)
-    for token in (len(prefix), *prefix[-CONTEXT_TOKENS:]):
-        key = mix64(key + token + 1)
-    return key

@@ -8,7 +8,7 @@ from node_verify.session import ReceivedFrame, Send, Session
 from speculation.passes import VerifyResult
 from speculation.tree import Arrival, MalformedCandidate, score_logprob
 from wire.codec import digest_ids
-from wire.messages import Acceptance, Candidates, PeerGone, Prefix, Resync, RoundTiming
+from wire.messages import Acceptance, Candidates, Error, Prefix, Resync, RoundTiming
 
 PREFIX_PART_TOKENS = 8192
 """At most about 56 KB a frame, so that a long prompt does not hold up other sessions' frames."""
@@ -54,7 +54,8 @@ def take_candidates(session: Session, message: Candidates, *, vocab_size: int, n
             # A drafter that breaks the protocol is not listened to again in this epoch; the answer goes on.
             session.drafting = False
             session.stats.num_malformed += 1
-            return [Send(PeerGone(session=session.id, role="draft", reason=f"malformed candidates: {exc}"))]
+            text = f"candidates of session {session.id}: {exc}"
+            return [Send(Error(session=session.id, code="malformed", message=text))]
         if arrival is Arrival.ORPHAN:
             session.stats.num_orphaned += 1
             session.orphan_frame = max(session.orphan_frame, message.frame)

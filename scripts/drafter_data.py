@@ -13,6 +13,7 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,24 +27,27 @@ OPENINGS = (
 )  # fmt: skip
 
 
-def user_opening(tokenizer, opening: str) -> list[int]:
+def user_opening(tokenizer: Any, opening: str) -> list[int]:
     """Ids of an unfinished user turn under the checkpoint's own chat template."""
     marker = "\x00"
     text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
-    return tokenizer(text.split(marker)[0] + opening, add_special_tokens=False).input_ids
+    ids: list[int] = tokenizer(text.split(marker)[0] + opening, add_special_tokens=False).input_ids
+    return ids
 
 
 class Writer:
     """Batched decoding of a causal LM with the top logits of every position written."""
 
-    def __init__(self, model, pad: int, stop: int, generator: torch.Generator) -> None:
+    def __init__(self, model: Any, pad: int, stop: int, generator: torch.Generator) -> None:
         self.model = model
         self.pad = pad
         self.stop = stop
         self.generator = generator
 
     @torch.inference_mode()
-    def write(self, prompts: list[list[int]], *, max_new: int, temperature: float, keep_logits: bool):
+    def write(
+        self, prompts: list[list[int]], *, max_new: int, temperature: float, keep_logits: bool
+    ) -> tuple[list[list[int]], Any, Any]:
         """Continue each prompt to its stop id or `max_new` tokens.
 
         Returns (ids [batch][...], top ids [batch, max_new, TOP_LOGITS], top log-probabilities, same shape).
@@ -104,9 +108,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
     args.out.mkdir(parents=True, exist_ok=True)
     turn = tokenizer("\n<|im_start|>assistant\n", add_special_tokens=False).input_ids
     for shard in range(args.first, args.first + args.shards):

@@ -32,9 +32,13 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from link_shape import Ending, LinkShape, Shaper
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.link_shape import Ending, LinkShape, Shaper
 
 # A core that slept long wakes late by some 0.3 ms, one that slept a millisecond hardly: so a long wait ends in a short.
 FINE_WAIT_S = 0.001

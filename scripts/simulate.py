@@ -24,7 +24,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.runner import DraftRunner, TargetRunner
-from engine.scripted import ScriptedDrafter, ScriptedTarget, agreeing, hash_logits
+from engine.scripted import ScriptedDrafter, ScriptedTarget
+from engine.scripted_logits import agreeing, hash_logits
 from node_draft import session as draft
 from node_draft.scheduler import DraftScheduler
 from node_verify import session as verify
@@ -318,6 +319,7 @@ class Simulation:
         self._perform_draft(actions)
         if step is None:
             return
+        assert self.draft.running is not None
         session, _ = self.draft.running
         cost_s = self.times.draft_prefill_token_s * max(0, len(step.commit) - 2)
         if step.nodes or step.expand_root:

@@ -29,7 +29,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-
 STATE_WEIGHT = 1.0
 
 
@@ -152,7 +151,9 @@ class Batch:
     top_probs: Tensor  # [n, k]
 
 
-def make_batch(data: Sequences, states: list[Tensor], finals: list[Tensor], chosen: list[int], reduced: Tensor) -> Batch:
+def make_batch(
+    data: Sequences, states: list[Tensor], finals: list[Tensor], chosen: list[int], reduced: Tensor
+) -> Batch:
     """Put the chosen sequences together. `reduced` maps target ids to reduced ids, or -1."""
     length = max(len(data.ids[i]) for i in chosen)
     hidden = torch.zeros(len(chosen), length, states[0].shape[1], dtype=states[0].dtype)
@@ -193,7 +194,7 @@ def hit_rates(
     drafter: Drafter, data: Sequences, states: list[Tensor], finals: list[Tensor], reduced: Tensor
 ) -> dict[str, float]:
     """Share of answer positions whose target argmax is among the drafter's best 1, 2, 4, 8."""
-    hits, total = {k: 0 for k in (1, 2, 4, 8)}, 0
+    hits, total = dict.fromkeys((1, 2, 4, 8), 0), 0
     for first in range(0, len(data), 16):
         batch = make_batch(data, states, finals, list(range(first, min(first + 16, len(data)))), reduced)
         _, logits = loss_of(drafter, batch)
@@ -222,7 +223,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--frozen", type=int, default=2, help="first layers of the target that are taken as they are")
     parser.add_argument("--layers", type=int, default=2, help="trained layers behind them")
-    parser.add_argument("--init", choices=["next", "last"], default="last", help="which layers of the target to start from")
+    parser.add_argument("--init", choices=["next", "last"], default="next", help="layers of the target to start from")
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16)
@@ -248,9 +249,9 @@ def main() -> None:
     reduced = torch.full((target.config.vocab_size,), -1)
     reduced[ids] = torch.arange(len(ids))
     coverage = torch.cat([reduced[t[:, 0]] >= 0 for t in held.top_ids]).float().mean().item()
-    print(f"{len(train)} sequences, {train.num_answer_tokens} answer tokens; held-out coverage {coverage:.3f}", flush=True)
+    size = f"{len(train)} sequences, {train.num_answer_tokens} answer tokens"
+    print(f"{size}; held-out coverage {coverage:.3f}", flush=True)
     began = time.monotonic()
-
 
     def states_of(paths: list[Path]) -> tuple[list[Tensor], list[Tensor]]:
         parts = [cached_states(target, args.frozen, path, read_shards([path], args.max_length)) for path in paths]
@@ -298,7 +299,7 @@ def main() -> None:
                 group["lr"] = rate
             loss, _ = loss_of(drafter, make_batch(train, train_states, train_finals, batches[b], reduced))
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             total += loss.item()
@@ -308,8 +309,8 @@ def main() -> None:
                 pace = (time.monotonic() - started) / (step - first_step)
                 bar = "#" * round(30 * done) + "." * (30 - round(30 * done))
                 end = "\r" if sys.stdout.isatty() else "\n"
-                print(f"[{bar}] epoch {epoch} loss {total / (n + 1):.3f} {pace:.2f} s/step, {left * pace / 60:.0f} min left",
-                      end=end, flush=True)  # fmt: skip
+                figures = f"epoch {epoch} loss {total / (n + 1):.3f} {pace:.2f} s/step"
+                print(f"[{bar}] {figures}, {left * pace / 60:.0f} min left", end=end, flush=True)
         rates = hit_rates(drafter, held, held_states, held_finals, reduced)
         history.append({"epoch": epoch, "loss": total / max(1, len(batches)), **rates})
         print(f"epoch {epoch}: {json.dumps(history[-1])} after {(time.monotonic() - started) / 60:.1f} min", flush=True)

@@ -1,4 +1,4 @@
-"""What all tests share: no test of ours may block an event loop."""
+"""What all tests share: GPU tests only where there is a GPU, and no test of ours may block an event loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from blockbuster import BlockBuster
 
 SHELLS = ["wire", "relay", "node_draft", "node_verify", "speculation"]
 """Whose calls are watched. Not the engine's: torch and transformers read files whenever they like, in their thread."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `gpu` tests on a machine without CUDA; torch is only asked if there are any."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        items[:] = [item for item in items if item not in on_gpu]
+        config.hook.pytest_deselected(items=on_gpu)
 
 
 @functools.cache

@@ -301,6 +301,18 @@ def test_shortcuts_change_no_choice_and_no_ranking(
     assert [child.logprob for child in children] == sorted((child.logprob for child in children), reverse=True)
 
 
+@pytest.mark.parametrize("spread", [0.01, 1.0])
+def test_the_race_skips_nobody_who_is_placed(spread: float) -> None:
+    width = 12 * HEAD
+    row = torch.randn(width, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * spread
+    racing = sampler(temperature=1.0)
+    for position in range(150):
+        scores = row + gumbel(0, position, torch.arange(width))
+        placed = scores.topk(3).indices.tolist()
+        assert racing.choose(row, position) == placed[0]
+        assert [child.token for child in racing.propose(row, position, (), 3)] == placed
+
+
 def test_top_p_over_a_flat_row_keeps_all_it_must() -> None:
     width = 2 * TOP_P_HEAD
     made = sampler(temperature=1.0, top_p=(1500 - 0.5) / width)

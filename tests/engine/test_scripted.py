@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine.errors import CacheError, NumericalError
 from engine.runner import DraftRunner, TargetRunner
-from engine.scripted import ScriptedDrafter, ScriptedTarget, agreeing, hash_logits, hopeless, reference, text_logits
+from engine.scripted import ScriptedDrafter, ScriptedTarget
+from engine.scripted_logits import agreeing, hash_logits, hopeless, reference, text_logits
 from speculation.passes import DraftStep, NodeRow, Sampling, VerifyPass, VerifyResult
 
 torch.set_num_threads(1)
@@ -205,6 +206,16 @@ def test_children_are_those_of_their_whole_prefix() -> None:
     ranked = logits_fn((*PROMPT, 1, 3, 0)).sort(descending=True).indices
     assert [child.token for child in result.children[5]] == ranked[:2].tolist()
     assert set(result.children) == {5}
+
+
+def test_a_drafter_penalises_what_is_committed_and_what_is_drafted() -> None:
+    drafter = ScriptedDrafter(lambda prefix: [2.0, 1.5, 1.2])
+    drafter.open(0, sampling=Sampling(presence_penalty=1.0), num_prompt=1)
+    nodes = (NodeRow(node=0, parent=-1, token=1),)
+    (result,) = drafter.step([step(commit=(2, 0), expand_root=True, nodes=nodes)])
+    assert not isinstance(result, Exception)
+    assert [child.token for child in result.children[-1]] == [1, 2]
+    assert [child.token for child in result.children[0]] == [2, 0]
 
 
 def test_fixed_candidates_are_proposed_as_they_are() -> None:

@@ -81,6 +81,13 @@ def test_c050_a_space_at_the_start_of_the_answer_survives() -> None:
     assert "".join(deltas(tokenizer, ids[:1], ids[1:])) == " like tests"
 
 
+def test_c050_a_space_survives_after_a_prompt_that_ends_in_special_tokens() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    ids = tokenizer.encode("we like tests")
+    end_of_turn = 2
+    assert "".join(deltas(tokenizer, [ids[0], *[end_of_turn] * 12], ids[1:])) == " like tests"
+
+
 def test_c048_an_incomplete_character_is_held_back_and_dropped_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a🙂")
     assert len(ids) > 2

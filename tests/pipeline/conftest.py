@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.scripted import LogitsFn, ScriptedDrafter, ScriptedTarget
+from engine.scripted import ScriptedDrafter, ScriptedTarget
+from engine.scripted_logits import LogitsFn
 from scripts.simulate import Fault, Simulation, Times, no_fault
 from speculation.growth import GrowthPolicy, parse_growth
 from speculation.selection import BestFirst

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.scripted import agreeing, hash_logits, hopeless, reference, text_logits
+from engine.scripted_logits import agreeing, hash_logits, hopeless, reference, text_logits
 from scripts.simulate import Simulation
 from speculation.growth import Expansion, GrowthPolicy
 from speculation.tree import ROOT, Tree

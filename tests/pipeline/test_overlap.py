@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.scripted import agreeing, hash_logits, hopeless
+from engine.scripted_logits import agreeing, hash_logits, hopeless
 from scripts.simulate import Simulation, Times
 from wire.messages import OpenSession
 

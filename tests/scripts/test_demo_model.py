@@ -9,9 +9,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-import demo_model
 import pytest
-from demo_model import DemoModelError, check_checkpoint, ensure_demo_checkpoint
+
+from scripts import demo_model
+from scripts.demo_model import DemoModelError, check_checkpoint, ensure_demo_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

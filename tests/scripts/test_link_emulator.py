@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import pytest
-from link_emulator import EmulatedLink, emulated_link, main
-from link_shape import LinkShape
+
+from scripts.link_emulator import EmulatedLink, emulated_link, main
+from scripts.link_shape import LinkShape
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "link_emulator.py"
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from link_shape import Ending, LinkShape, Shaper
+
+from scripts.link_shape import Ending, LinkShape, Shaper
 
 
 def shaper(**shape: float | int | None) -> Shaper:

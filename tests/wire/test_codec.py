@@ -288,8 +288,8 @@ def corrupted(**fields: Any) -> bytes:
         (b'{"type":["ping"]}', "type must be one of"),
         (b"[1]", "must be an object"),
         (b"", "not JSON"),
-        (b'{"type":"ping","number":' + b"[" * 900 + b"]" * 900 + b"}", "ping.number"),
-        (b"[" * 900 + b"]" * 900, "must be an object"),
+        (b'{"type":"ping","number":' + b"[" * 1000 + b"]" * 1000 + b"}", "ping.number"),
+        (b"[" * 1000 + b"]" * 1000, "must be an object"),
         (b"[" * 100_000, "not JSON"),
         (b'{"type":"cancel","session":"\xff"}', "UTF-8"),
         (b'{"type":"done","session":"s","finish_reason":"stop","prompt_tokens":1,"completion_tokens":1,'

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosedError
+from websockets.frames import Close
 
 from wire.aio import link as link_module
-from wire.aio.link import Link, dial, link_options, without_secrets
+from wire.aio.link import Link, closed_by, dial, link_options, without_secrets
 from wire.codec import append_residence, decode, encode
 from wire.errors import LinkLost, PeerMismatch, ProtocolError, QueueFull, Refused, VersionMismatch
 from wire.messages import MAX_FRAME_BYTES, Acceptance, Cancel, Error, Hello, Release
@@ -136,6 +138,30 @@ async def test_c080_a_connection_that_is_cut_says_so(relay: RelayDouble, secret:
         await frames.get()
         relay.links[0].abort()
         assert "the connection was cut" in await lost(task)
+
+
+@pytest.mark.parametrize(
+    ("rcvd_first", "cause"),
+    [(True, "closed by the peer with code 1001 (bye)"), (False, "closed by us with code 1009 (too big)")],
+)
+def test_c080_of_two_close_frames_the_first_tells_who_closed(rcvd_first: bool, cause: str) -> None:
+    assert closed_by(ConnectionClosedError(Close(1001, "bye"), Close(1009, "too big"), rcvd_first)) == cause
+
+
+async def test_a_pong_brings_the_next_ping_forward(relay: RelayDouble, secret: str, hello: Hello) -> None:
+    relay.ping_interval_s, relay.ping_timeout_s = 0.01, 60.0
+    pings = asyncio.Queue[bytes]()
+
+    def note(frame: bytes, queued_at: float, now: float) -> bytes:
+        if b'"ping"' in frame:
+            pings.put_nowait(frame)
+        return frame
+
+    relay.on_write = note
+    link = await dial(relay.url, secret=secret, hello=hello)
+    async with running(link), asyncio.timeout(10.0):
+        for _ in range(3):
+            await pings.get()
 
 
 async def test_an_oversize_frame_is_our_side_closing(relay: RelayDouble, secret: str, hello: Hello) -> None:
