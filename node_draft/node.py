@@ -16,7 +16,7 @@ from speculation.passes import DraftResult, DraftStep
 from wire.aio.link import Link
 from wire.aio.trace import TraceWriter
 from wire.codec import decode
-from wire.errors import ProtocolError
+from wire.errors import ProtocolError, QueueFull
 from wire.messages import Draining, Error
 
 log = logging.getLogger(__name__)
@@ -120,8 +120,14 @@ class DraftNode:
         self._wake.set()
 
     def _send(self, action: Send) -> None:
-        if self._link is not None:
+        if self._link is None:
+            return
+        try:
             self._link.send(action.message)
+        except QueueFull as exc:
+            # The relay does not read: the link is as good as lost. Sessions are told when its end is noticed.
+            log.warning("> %s", exc)
+            self._link.abort()
 
     def _trace_round(self, answered: FrameAnswered, arrived_at: float) -> None:
         """Close a frame's round: the acceptance that answered it arrived at `arrived_at` and is applied now."""

@@ -22,7 +22,7 @@ from speculation.passes import VerifyResult
 from wire.aio.link import Link
 from wire.aio.trace import TraceWriter
 from wire.codec import decode
-from wire.errors import ProtocolError
+from wire.errors import ProtocolError, QueueFull
 from wire.messages import Cancel, ChatMessage, Draining, Error, OpenSession
 
 log = logging.getLogger(__name__)
@@ -207,8 +207,14 @@ class VerifyNode:
         self._wake.set()
 
     def _send(self, action: Send) -> None:
-        if self._link is not None:
+        if self._link is None:
+            return
+        try:
             self._link.send(action.message)
+        except QueueFull as exc:
+            # The relay does not read: the link is as good as lost. Sessions are told when its end is noticed.
+            log.warning("> %s", exc)
+            self._link.abort()
 
     def _trace_pass(self, work: Work, result: VerifyResult | Exception | None, now: float) -> None:
         if isinstance(work, Verify) and isinstance(result, VerifyResult):

@@ -59,7 +59,7 @@ async def keep_linked(
     secret: str,
     hello: Hello,
     ssl_context: ssl.SSLContext | None,
-    on_up: Callable[[], None] = lambda: None,
+    on_first_link: Callable[[], None] = lambda: None,
     rng: random.Random | None = None,
 ) -> None:
     """Run for ever; raises when the relay turns us away for good.
@@ -83,10 +83,11 @@ async def keep_linked(
             await asyncio.sleep(pause_s)
             continue
         since = loop.time()
-        was_up = True
         log.info("> linked to the relay at %s", without_secrets(url))
         user.on_link(link)
-        on_up()
+        if not was_up:
+            was_up = True
+            on_first_link()
         code, reason = 1001, "going away"
         try:
             await link.run(lambda kind, session, frame, now: user.on_frame(frame, now))

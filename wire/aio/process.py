@@ -97,7 +97,7 @@ async def run_node(
             secret=secret,
             hello=hello,
             ssl_context=ssl_context,
-            on_up=lambda: announce(model=name),
+            on_first_link=lambda: announce(model=name),
         )
         running = [
             tasks.create_task(node.feed_model(), name="feed model"),
