@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -43,31 +44,55 @@ class BushyGrowth:
         return num_unsent >= 3 or (num_unsent > 0 and not can_grow)
 
 
-@pytest.mark.parametrize("growth", ["chain:1", "chain:4", "chain:8", "chain:2+20", BushyGrowth()], ids=str)
-@pytest.mark.parametrize("kind", ["half right", "hopeless", "itself"])
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "chain of 1": {"growth": "chain:1"},
+    "chain of 4": {"growth": "chain:4"},
+    "chain of 8": {"growth": "chain:8"},
+    "drafting ahead": {"growth": "chain:2+20"},
+    "tree": {"growth": BushyGrowth()},
+    "no delay": {"rtt_s": 0.0},
+    "30 ms": {"rtt_s": 0.03},
+    "200 ms": {"rtt_s": 0.2},
+    "hopeless drafter": {"kind": "hopeless"},
+    "target as its own drafter": {"kind": "itself"},
+    "waiting for drafts": {"growth": "chain:4", "patience_s": 1.0},
+}
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("rtt_s", [0.0, 0.03, 0.2])
-def test_answer_equals_the_target_alone(
-    simulate: Simulate, growth: str | GrowthPolicy, kind: str, sampling: str, rtt_s: float
-) -> None:
-    for seed in range(3):
-        target = hash_logits(VOCAB_SIZE, seed)
-        drafter = {"half right": agreeing(target, 0.5, seed), "hopeless": hopeless(target), "itself": target}[kind]
-        jitter = random.Random(seed).random
+def test_forty_prompts_are_answered_as_by_the_target_alone(simulate: Simulate, variation: str, sampling: str) -> None:
+    target = hash_logits(VOCAB_SIZE, 17)
+    how = {"kind": "half right", "rtt_s": 0.086, "growth": "chain:2+14"} | VARIATIONS[variation]
+    kind, rtt_s = how.pop("kind"), how["rtt_s"]
+    drafter = {"half right": agreeing(target, 0.5, 1), "hopeless": hopeless(target), "itself": target}[kind]
+    jitter = random.Random(5).random
+
+    def fault(leg: str, message: Message) -> tuple[float, ...]:
+        # The streams to the client stay in order, as TCP keeps them.
+        return (jitter() * rtt_s / 8 if isinstance(message, Candidates | Acceptance) else 0.0,)
+
+    for number in range(40):
+        prompt = tuple(random.Random(number).choices(range(VOCAB_SIZE), k=1 + number % 7))
         simulation = simulate(
-            target,
-            drafter,
-            growth=growth,
-            sampling=SAMPLINGS[sampling],
-            rtt_s=rtt_s,
-            fault=lambda leg, message, jitter=jitter: (
-                # The streams to the client stay in order, as TCP keeps them.
-                jitter() * rtt_s / 8 if isinstance(message, Candidates | Acceptance) else 0.0,
-            ),
+            target, drafter, prompt=prompt, max_tokens=20, sampling=SAMPLINGS[sampling], fault=fault, **how
         )
-        expected = reference(target, SAMPLINGS[sampling], PROMPT, 40)
-        assert tuple(simulation.answers["s"].tokens) == expected
-        assert simulation.answers["s"].finish_reason == "length"
+        answer = simulation.answers["s"]
+        assert tuple(answer.tokens) == reference(target, SAMPLINGS[sampling], prompt, 20)
+        assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("growth", ["chain:1", "chain:4", "chain:2+20", BushyGrowth()], ids=str)
+@pytest.mark.parametrize("kind", ["half right", "hopeless", "itself"])
+@pytest.mark.parametrize("rtt_s", [0.0, 0.03, 0.2])
+def test_no_combination_of_schedule_drafter_and_delay_changes_a_longer_answer(
+    simulate: Simulate, growth: str | GrowthPolicy, kind: str, rtt_s: float
+) -> None:
+    for number, sampling in enumerate(SAMPLINGS.values()):
+        target = hash_logits(VOCAB_SIZE, number)
+        drafter = {"half right": agreeing(target, 0.5, 1), "hopeless": hopeless(target), "itself": target}[kind]
+        simulation = simulate(target, drafter, growth=growth, sampling=sampling, rtt_s=rtt_s, max_tokens=60)
+        assert tuple(simulation.answers["s"].tokens) == reference(target, sampling, PROMPT, 60)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -180,6 +205,18 @@ def test_c001_nothing_follows_an_end_token_inside_a_block(simulate: Simulate, of
     assert answer.done.report["passes"] == 1
     assert not simulation.verify.sessions
     assert not simulation.draft.sessions
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_c028_any_of_several_end_tokens_ends_the_answer_inside_a_block(simulate: Simulate, size: int) -> None:
+    ids = [ord(c) for c in "hello"] + [257] + [ord(c) for c in "second turn"]
+    target = text_logits(ids, 256, num_prompt=3)
+    simulation = simulate(
+        target, target, growth=f"chain:{size}", patience_s=1.0, vocab_size=258, stop_ids=(256, 257), max_tokens=60
+    )
+    answer = simulation.answers["s"]
+    assert answer.tokens == ids[:6]
+    assert answer.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 6, 9])
