@@ -29,7 +29,7 @@ setup: .setup-stamp
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "Could not create $(VENV): on Debian, apt-get install python3-venv"; exit 1; }
 	@echo "setup: installing torch and the rest (some minutes the first time)"
-	@$(PIP_INSTALL) --quiet torch -e '.[dev]'
+	@$(PIP_INSTALL) torch -e '.[dev]'
 	@touch $@
 	@echo "setup: done"
 

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -65,11 +66,11 @@ async def start_pipeline(parts: Parts, args: argparse.Namespace, model: str) -> 
         return ["-m", f"node_{role}", "--relay", f"ws://127.0.0.1:{legs[role].port}", "--trace", str(trace), *flags]
 
     verify, draft = await asyncio.gather(
-        parts.start("verify", node("verify", "--model", model, "--max-length", "1024"), core=0),
+        parts.start("verify", node("verify", "--model", model, "--max-length", str(args.max_length)), core=0),
         parts.start(
             "draft",
             node("draft", "--model", args.draft_model or model, "--drafter", args.drafter, "--growth", args.growth,
-                 "--max-length", "1024"),
+                 "--max-length", str(args.max_length)),
             core=1,
         ),
     )  # fmt: skip
@@ -227,11 +228,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", default="ngram", help="model, layers:N or ngram, see node_draft --help")
     parser.add_argument("--growth", default="chain:2+22", help="see node_draft --help")
     parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-length", type=int, default=1024, help="most tokens of prompt and answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", help="keep logs and traces in this folder")
     parser.add_argument("--results", help="write the figures to this file")
     args = parser.parse_args(argv)
+    # A plain kill ends the demo as Ctrl-C does: with everything it started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return asyncio.run(run(args))
     except DemoModelError as exc:

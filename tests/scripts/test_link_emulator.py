@@ -139,6 +139,20 @@ async def test_a_reset_by_one_peer_reaches_the_other_after_its_bytes() -> None:
             await within(near[0].read())
 
 
+async def test_writing_to_a_peer_that_closed_ends_in_a_reset() -> None:
+    async def write_on(writer: asyncio.StreamWriter) -> bytes:
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.001)
+
+    async with connected(LinkShape(delay_s=0.001)) as (_, near, far):
+        far[1].close()
+        assert await within(near[0].read()) == b""
+        with pytest.raises(ConnectionError):
+            await within(write_on(near[1]))
+
+
 async def test_a_slow_receiver_stops_the_sender() -> None:
     num_bytes = 64 * 1024 * 1024
     async with connected(LinkShape(delay_s=0.001, buffer_bytes=64 * 1024)) as (_, near, far):
