@@ -9,13 +9,17 @@ TORCH_INDEX ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help setup demo test check clean
+# The newest transformers that pyproject.toml declares; constraints.txt has the oldest, which `make test` runs with.
+NEWEST_TRANSFORMERS := 5.24.0
+
+.PHONY: help setup demo test check check-transformers clean
 
 help:
 	@echo "make setup    create $(VENV) and install everything (once)"
 	@echo "make demo     run the pipeline on this machine with an emulated 86 ms round trip"
 	@echo "make test     run the tests"
 	@echo "make check    formatting, lint and types"
+	@echo "make check-transformers    the engine's tests against the newest transformers we declare"
 	@echo "make clean    remove $(VENV) and caches (not the model cache)"
 
 setup: .setup-stamp
@@ -43,6 +47,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check-transformers: setup
+	PYTHON=$(BIN)/python scripts/check_transformers.sh $(NEWEST_TRANSFORMERS)
 
 clean:
 	rm -rf $(VENV) .setup-stamp .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
