@@ -94,6 +94,8 @@ class CausalLM:
         if missing:
             raise CheckpointError(f"{type(model).__name__} takes no {', '.join(sorted(missing))}: it cannot be served")
         self._keeps_logits = "logits_to_keep" in parameters
+        self._ids: Tensor | None = None  # of a reduced head: the token id of each of its rows
+        self._width = 0
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.layers = self._probe()
@@ -125,8 +127,19 @@ class CausalLM:
             **{self._cache_name: cache},
             **wanted,
         )
-        logits: Tensor = output.logits
-        return logits[0, -num_logits:]
+        logits: Tensor = output.logits[0, -num_logits:]
+        if self._ids is None:
+            return logits
+        wide = logits.new_full((num_logits, self._width), float("-inf"))
+        return wide.index_copy_(1, self._ids, logits)
+
+    def reduce_head(self, ids: Tensor) -> None:
+        """Keep only these rows of the head, ids ascending; logits of the other tokens are -inf from now on."""
+        weight = self.model.get_output_embeddings().weight
+        head = torch.nn.Linear(weight.shape[1], len(ids), bias=False, dtype=weight.dtype, device=weight.device)
+        head.weight = torch.nn.Parameter(weight[ids.to(weight.device)].clone(), requires_grad=False)
+        self._ids, self._width = ids.to(weight.device), weight.shape[0]
+        self.model.set_output_embeddings(head)
 
     @torch.inference_mode()
     def _probe(self) -> list[LayerShape]:
@@ -224,6 +237,29 @@ def load_model(directory: Path, config: Any, *, dtype: torch.dtype, device: str,
         raise CheckpointError(f"{type(model).__name__} keeps a recurrent state, which cannot be rewound; it is refused")
     model.requires_grad_(False)
     return CausalLM(model.to(device).eval())
+
+
+def graft(lm: CausalLM, tensors: dict[str, Tensor], *, first_layer: int, ids: Tensor) -> None:
+    """Replace the layers from `first_layer` on, and the final norm, by trained ones; reduce the head to `ids`.
+
+    Args:
+        tensors: `layers.I.NAME` for I = 0.. (counted from first_layer), and `norm.weight`.
+
+    Raises:
+        CheckpointError: names or shapes are not those of the model.
+    """
+    base = lm.model.base_model
+    own = dict(base.named_parameters())
+    with torch.no_grad():
+        for name, value in tensors.items():
+            place = name
+            if name.startswith("layers."):
+                _, number, rest = name.split(".", 2)
+                place = f"layers.{first_layer + int(number)}.{rest}"
+            if place not in own or own[place].shape != value.shape:
+                raise CheckpointError(f"{name} of shape {tuple(value.shape)} has no place in {type(base).__name__}")
+            own[place].copy_(value)
+    lm.reduce_head(ids)
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
 from engine.checkpoint import Checkpoint, CheckpointIdentity
+from engine.distilled import load_distilled
 from engine.drafter import HFDrafter
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
@@ -36,14 +38,21 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
     if config.drafter == "ngram":
         drafter = NgramDrafter(num_slots=config.slots, max_length=checkpoint.max_length)
         return checkpoint.identity(), drafter
-    num_layers = int(config.drafter.partition(":")[2]) if config.drafter != "model" else None
+    kind, _, which = config.drafter.partition(":")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
-    log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
-    lm = checkpoint.load(dtype=dtype, device=device, num_layers=num_layers)
+    log.info("loading %s, %s, as %s on %s", checkpoint.name, config.drafter, dtype, device)
+    if kind == "distilled":
+        lm = load_distilled(Path(which), checkpoint, dtype=dtype, device=device)
+        target = checkpoint.identity()
+        identity = replace(target, name=f"{target.name} (distilled)", drafts_for=f"{target.name}@{target.revision}")
+    else:
+        num_layers = int(which) if kind == "layers" else None
+        lm = checkpoint.load(dtype=dtype, device=device, num_layers=num_layers)
+        identity = checkpoint.identity(num_layers=num_layers)
     model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=MAX_TREE_ROWS)
     model.check_tree_attention()
-    return checkpoint.identity(num_layers=num_layers), HFDrafter(model, vocab_size=vocab_size)
+    return identity, HFDrafter(model, vocab_size=vocab_size)
 
 
 async def serve(config: DraftConfig) -> int:

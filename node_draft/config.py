@@ -45,8 +45,8 @@ class DraftConfig:
         )
         args.add_argument(
             "--drafter", type=drafter_kind, default="model",
-            help="model: the whole checkpoint; layers:N: its first N layers only; ngram: no model, suffix matching "
-            "over prompt and answer",
+            help="model: the whole checkpoint; distilled:FOLDER: a drafter trained for the target that --model names; "
+            "layers:N: the first N layers of --model; ngram: no model, suffix matching over prompt and answer",
         )  # fmt: skip
         args.add_argument(
             "--growth", type=growth, default="chain:2+22",
@@ -86,8 +86,10 @@ def growth(text: str) -> GrowthPolicy:
 
 
 def drafter_kind(text: str) -> str:
-    """`model`, `ngram` or `layers:N`."""
-    kind, _, count = text.partition(":")
-    if text in ("model", "ngram") or (kind == "layers" and count.isdecimal() and int(count) >= 1):
+    """`model`, `ngram`, `layers:N` or `distilled:FOLDER`."""
+    kind, _, rest = text.partition(":")
+    if text in ("model", "ngram") or (kind == "distilled" and rest):
         return text
-    raise argparse.ArgumentTypeError(f"must be model, ngram or layers:N with N >= 1, got {text!r}")
+    if kind == "layers" and rest.isdecimal() and int(rest) >= 1:
+        return text
+    raise argparse.ArgumentTypeError(f"must be model, ngram, layers:N with N >= 1 or distilled:FOLDER, got {text!r}")

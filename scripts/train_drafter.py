@@ -29,6 +29,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.checkpoint import Checkpoint
+
 STATE_WEIGHT = 1.0
 
 
@@ -268,6 +273,7 @@ def main() -> None:
     batches = [order[i : i + args.batch] for i in range(0, len(order), args.batch)]
     about = {
         "target": Path(args.target).name,
+        "target_weights": Checkpoint(args.target).identity().weights,
         "frozen_layers": args.frozen,
         "trained_layers": args.layers,
         "vocab": args.vocab,
