@@ -145,14 +145,11 @@ class DraftScheduler:
                 actions.append(Send(Resync(session=session.id, epoch=session.epoch, length=tree.length)))
             return actions
         fresh = acceptance.tokens[tree.length - acceptance.start :]
-        position = tree.length
-        for token in fresh:
-            commit = tree.commit((token,))
-            session.accepted += [(node, position) for node in commit.passed]
-            session.cached.difference_update(commit.died)
-            for node in (*commit.died, *commit.passed):
-                session.wire_ids.pop(node, None)
-            position += 1
+        commit = tree.commit(fresh)
+        session.accepted += commit.passed
+        session.cached.difference_update(commit.died)
+        for node in (*commit.died, *commit.passed):
+            session.wire_ids.pop(node, None)
         session.unsent = [node for node in session.unsent if node in tree.nodes]
         if acceptance.orphan_frame >= session.resend_floor:
             # Resend, not redraft: what was lost is the frame, the nodes are as good as before.
@@ -209,8 +206,7 @@ class DraftScheduler:
             return [*self.on_release(session_id), Send(refusal)]
         session.draft_s += result.compute_s
         tree = session.tree
-        just_accepted = {node for node, _ in session.accepted}
-        session.cached.update(n for n in self._running_nodes if n in tree.nodes or n in just_accepted)
+        session.cached.update(n for n in self._running_nodes if n in tree.nodes or n in session.accepted)
         for parent, children in result.children.items():
             # ROOT means the last token that was committed when the step was planned, not now.
             anchor = parent if parent != ROOT else -session.num_cached
@@ -264,12 +260,9 @@ class DraftScheduler:
         expansion = self.growth.expand(tree, expanded=session.cached, limit=session.limit, max_rows=self.max_rows)
         if expansion is None:
             return None
-        kept: list[int] = []
-        num_cached = session.num_cached
-        for node, position in session.accepted:
-            if position == num_cached and node in session.cached:
-                kept.append(node)
-                num_cached += 1
+        # A node that has been run hangs on one that has, so these follow the cached tokens without a gap.
+        kept = [node for node in session.accepted if node in session.cached]
+        num_cached = session.num_cached + len(kept)
         commit = tuple(tree.committed[num_cached : num_cached + self.max_prefill])
         complete = num_cached + len(commit) == tree.length
         rows: list[NodeRow] = []

@@ -98,8 +98,8 @@ class Session:
     """Committed rows of the cache, once the next step has settled it."""
     cached: set[int] = field(default_factory=set)
     """Nodes that have been through the model and are alive or newly accepted."""
-    accepted: list[tuple[int, int]] = field(default_factory=list)
-    """(node, position) accepted since the last step was given out."""
+    accepted: list[int] = field(default_factory=list)
+    """Nodes accepted since the last step was given out, in path order."""
     next_node: int = 0
     next_frame: int = 0
     unsent: list[int] = field(default_factory=list)

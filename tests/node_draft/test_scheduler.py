@@ -139,6 +139,21 @@ def test_children_of_a_node_that_died_during_the_step_are_dropped() -> None:
     assert planned.commit == (50,)
 
 
+@pytest.mark.parametrize("child", [50, 60])
+def test_children_of_the_root_belong_where_the_root_was_when_the_step_began(child: int) -> None:
+    """Meanwhile 50 was committed: a child 50 says nothing new, a child 60 is wrong, and neither follows the 50."""
+    draft = scheduler("chain:2+6")
+    draft.on_prefix(prefix())
+    planned, _ = step(draft)
+    draft.on_acceptance(acceptance(3, (50,)), 0.0)
+    answer(draft, planned, child)
+    tree = draft.sessions["s"].tree
+    assert tree is not None
+    assert not tree.nodes
+    planned, _ = step(draft)
+    assert (planned.commit_start, planned.commit, planned.expand_root) == (3, (50,), True)
+
+
 def test_late_and_repeated_acceptances_do_nothing_and_a_gap_asks_once() -> None:
     draft = scheduler()
     draft.on_prefix(prefix())

@@ -197,6 +197,28 @@ def test_no_candidates_are_scored_for_the_last_token() -> None:
     assert work.request.tokens == (1,)
 
 
+def test_c003_candidates_deeper_than_the_budget_are_not_scored() -> None:
+    verify = scheduler()
+    open_session(verify, max_tokens=3)
+    pair(verify)
+    verify.on_message(offer(0, (-1, 0, 1, 2, 3), (10, 11, 12, 13, 14)), 0.0)
+    work = verify.next_work(0.0)
+    assert isinstance(work, Verify)
+    assert work.request.tokens == (1, 10, 11)
+
+
+def test_node_ids_of_a_new_epoch_have_nothing_to_do_with_those_of_the_old() -> None:
+    verify = scheduler()
+    open_session(verify)
+    pair(verify, epoch=1)
+    verify.on_message(offer(0, (-1, 0), (10, 11)), 0.0)
+    pair(verify, epoch=2)
+    verify.on_message(offer(0, (-1, 0), (20, 21), epoch=2), 0.0)
+    work = verify.next_work(0.0)
+    assert isinstance(work, Verify)
+    assert work.request.tokens == (1, 20, 21)
+
+
 def test_without_its_drafter_a_session_decodes_on() -> None:
     verify = scheduler(patience_s=5.0)
     open_session(verify)

@@ -1,0 +1,174 @@
+"""A leaner eager forward for Llama-shaped models on a CPU: the same weights, fewer and larger operations.
+
+transformers runs a layer in some forty operations; at one row most of them cost their dispatch. Here the projections
+of queries, keys and values are one matrix, those of the feed-forward's gate and up another; rotary factors come from
+a table; attention groups the query heads that share a key head into one batched product instead of repeating keys.
+Weights are stored once: the model's own parameters become views of the joined ones.
+
+Which models: `supported` asks for the module structure of Llama (Llama, SmolLM2, Qwen 2/2.5, Mistral): RMS norms,
+optional biases of the projections, full rotary embedding of default type, SiLU gate. Everything else keeps
+transformers' own forward. The two are held to the same logits by `tests/engine/test_lean.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MODEL_TYPES = {"llama", "qwen2", "mistral"}
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer's weights, joined. H query heads, K key heads, D the head's size."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(H + 2 K) D, hidden]
+    qkv_bias: Tensor | None
+    out: Tensor  # [hidden, H D]
+    out_bias: Tensor | None
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 inner, hidden]
+    down: Tensor  # [hidden, inner]
+
+
+def supported(model: Any) -> bool:
+    """Whether `LeanForward` computes what this transformers model does."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    return bool(
+        config.model_type in MODEL_TYPES
+        and rope.get("rope_type", "default") == "default"
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and model.device.type == "cpu"
+        and all(hasattr(layer, "self_attn") and hasattr(layer.mlp, "gate_proj") for layer in model.base_model.layers)
+    )
+
+
+class LeanForward:
+    """The forward of a supported model over fixed-address storage.
+
+    Args:
+        model: a transformers causal LM; its projection weights are replaced by views of joined ones.
+        max_positions: size of the rotary table.
+    """
+
+    def __init__(self, model: Any, *, max_positions: int) -> None:
+        base = model.base_model
+        config = model.config
+        attention = base.layers[0].self_attn
+        self.head_dim: int = attention.head_dim
+        self.num_heads: int = attention.q_proj.weight.shape[0] // self.head_dim
+        self.num_kv_heads: int = attention.k_proj.weight.shape[0] // self.head_dim
+        self.group = self.num_heads // self.num_kv_heads
+        self.scale: float = attention.scaling
+        self.eps: float = config.rms_norm_eps
+        self.embeddings: Tensor = base.embed_tokens.weight
+        self.layers = [_join(layer) for layer in base.layers]
+        self.norm: Tensor = base.norm.weight
+        self.model = model
+        probe = torch.zeros(1, 1, 1, dtype=self.embeddings.dtype)
+        cos, sin = base.rotary_emb(probe, torch.arange(max_positions)[None])
+        half = self.head_dim // 2
+        self._cos = cos[0, :, None, :].contiguous()  # [positions, 1, D]
+        # The first half is subtracted: rotate_half(x) = (-x2, x1).
+        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None, :].contiguous()
+
+    @property
+    def max_positions(self) -> int:
+        """Positions beyond this are not in the table."""
+        return self._cos.shape[0]
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        rows: Tensor,
+        *,
+        num_logits: int,
+    ) -> Tensor:
+        """One pass over n new rows of one slot.
+
+        Args:
+            tokens, positions: [n], long.
+            mask: [n, length], bool, True where a row sees a cached row.
+            keys, values: of each layer, the slot's storage [K, capacity, D]; rows are written in place.
+            rows: [n], where the new rows go.
+            num_logits: logits are wanted of this many last rows.
+
+        Returns:
+            [num_logits, rows of the head], in the model's dtype.
+        """
+        n, length = mask.shape
+        heads, kv, dim, group = self.num_heads, self.num_kv_heads, self.head_dim, self.group
+        hidden = self.embeddings[tokens]  # [n, hidden]
+        cos, sin = self._cos[positions], self._sin[positions]  # [n, 1, D]
+        # A key head's query heads lie behind one another: row (g, i) of a group is query head g of new row i.
+        unseen = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill_(~mask, float("-inf"))
+        unseen = unseen.expand(group, n, length).reshape(group * n, length)
+        half = dim // 2
+        for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
+            normed = self._rms_norm(hidden, layer.input_norm)
+            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv, dim)
+            to_turn = qkv[:, : heads + kv]
+            turned = to_turn * cos
+            turned[..., :half].addcmul_(to_turn[..., half:], sin[..., :half])
+            turned[..., half:].addcmul_(to_turn[..., :half], sin[..., half:])
+            layer_keys.index_copy_(1, rows, turned[:, heads:].transpose(0, 1))
+            layer_values.index_copy_(1, rows, qkv[:, heads + kv :].transpose(0, 1))
+            queries = turned[:, :heads].view(n, kv, group, dim).permute(1, 2, 0, 3).reshape(kv, group * n, dim)
+            scores = torch.baddbmm(
+                unseen, queries, layer_keys[:, :length].transpose(1, 2), alpha=self.scale
+            )  # [K, group n, length]
+            mixed = torch.bmm(scores.softmax(-1), layer_values[:, :length])
+            mixed = mixed.view(kv, group, n, dim).permute(2, 0, 1, 3).reshape(n, heads * dim)
+            hidden = hidden + functional.linear(mixed, layer.out, layer.out_bias)
+            normed = self._rms_norm(hidden, layer.post_norm)
+            gate, up = functional.linear(normed, layer.gate_up).chunk(2, -1)
+            hidden = hidden + functional.linear(functional.silu(gate).mul_(up), layer.down)
+        last = self._rms_norm(hidden[-num_logits:], self.norm)
+        # Asked anew each time: the head may have been reduced meanwhile.
+        return functional.linear(last, self.model.get_output_embeddings().weight)
+
+    def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        if hidden.dtype == torch.float32:
+            return functional.rms_norm(hidden, weight.shape, weight, self.eps)
+        # As in transformers: the mean in float32, the weight applied in the model's dtype.
+        wide = hidden.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
+
+
+def _join(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biases = [p.bias for p in projections if p.bias is not None]
+    return Layer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_joined(projections),
+        qkv_bias=torch.cat(biases) if biases else None,
+        out=attention.o_proj.weight,
+        out_bias=attention.o_proj.bias,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _joined(modules: list[Any]) -> Tensor:
+    """The modules' weights as one matrix; the modules then hold views of it, so memory is not doubled."""
+    whole = torch.cat([module.weight.detach() for module in modules])
+    start = 0
+    for module in modules:
+        end = start + module.weight.shape[0]
+        module.weight = torch.nn.Parameter(whole[start:end], requires_grad=False)
+        start = end
+    return whole
