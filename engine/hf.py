@@ -22,6 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from engine.cache import KVCache, LayerShape
 from engine.errors import CheckpointError
+from engine.lean import LeanForward, supported
 
 
 class Window:
@@ -83,11 +84,30 @@ class _ProbeLayer(FixedLayer):
         return 1
 
 
-class CausalLM:
-    """A loaded model and the one way it is called here."""
+class Attached:
+    """A model's storage as transformers' cache object and as plain tensors, and the window to set before each call."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, storage: KVCache) -> None:
+        self.window = Window()
+        pairs = list(zip(storage.keys, storage.values, strict=True))
+        self.hf = Cache(layers=[FixedLayer(keys, values, self.window) for keys, values in pairs])
+        # Of each slot the keys and the values of each layer, [kv_heads, capacity, dim].
+        self.slots = [
+            ([keys[slot] for keys, _ in pairs], [values[slot] for _, values in pairs])
+            for slot in range(storage.num_slots)
+        ]
+
+
+class CausalLM:
+    """A loaded model and the one way it is called here.
+
+    Args:
+        lean: use our own forward where the model is of a kind it knows (`engine/lean.py`).
+    """
+
+    def __init__(self, model: Any, *, lean: bool = True) -> None:
         self.model = model
+        self._lean = LeanForward(model) if lean and supported(model) else None
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         missing = {"position_ids", "attention_mask", self._cache_name} - set(parameters)
@@ -100,34 +120,33 @@ class CausalLM:
         self.dtype: torch.dtype = model.dtype
         self.layers = self._probe()
 
-    def attach(self, cache: KVCache) -> tuple[Any, Window]:
-        """The storage as a cache object for `forward`, and the window to set before each call."""
-        window = Window()
-        pairs = zip(cache.keys, cache.values, strict=True)
-        return Cache(layers=[FixedLayer(keys, values, window) for keys, values in pairs]), window
+    def attach(self, storage: KVCache) -> Attached:
+        """The storage in the form that `forward` takes."""
+        if self._lean is not None:
+            self._lean.reserve(storage.capacity)
+        return Attached(storage)
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any, *, num_logits: int) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, attached: Attached, *, num_logits: int
+    ) -> Tensor:
         """One pass over n new rows.
 
         Args:
             tokens, positions: [1, n], long.
             mask: [1, 1, n, length], bool, True where a row sees a cached row.
-            cache: from `attach`, its window set.
+            attached: from `attach`, its window set.
             num_logits: logits are wanted of this many last rows, at least 1.
 
         Returns:
             [num_logits, width], in the model's dtype; width may exceed the number of token ids.
         """
-        wanted = {"logits_to_keep": num_logits} if self._keeps_logits else {}
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            **{self._cache_name: cache},
-            **wanted,
-        )
-        logits: Tensor = output.logits[0, -num_logits:]
+        if self._lean is not None:
+            keys, values = attached.slots[attached.window.slot]
+            logits = self._lean(
+                tokens[0], positions[0], mask[0, 0], keys, values, attached.window.rows, num_logits=num_logits
+            )
+        else:
+            logits = self._forward_hf(tokens, positions, mask, attached.hf, num_logits=num_logits)
         if self._ids is None:
             return logits
         wide = logits.new_full((num_logits, self._width), float("-inf"))
@@ -141,6 +160,19 @@ class CausalLM:
         self._ids, self._width = ids.to(weight.device), weight.shape[0]
         self.model.set_output_embeddings(head)
 
+    def _forward_hf(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any, *, num_logits: int) -> Tensor:
+        wanted = {"logits_to_keep": num_logits} if self._keeps_logits else {}
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=True,
+            **{self._cache_name: cache},
+            **wanted,
+        )
+        logits: Tensor = output.logits
+        return logits[0, -num_logits:]
+
     @torch.inference_mode()
     def _probe(self) -> list[LayerShape]:
         """Shapes of what each layer caches, found by running one token."""
@@ -149,7 +181,7 @@ class CausalLM:
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         try:
-            self.forward(one, one, mask, Cache(layers=[*layers]), num_logits=1)
+            self._forward_hf(one, one, mask, Cache(layers=[*layers]), num_logits=1)
         except Exception as exc:  # whatever its layers raise when they want another kind of cache
             raise CheckpointError(f"{name} cannot be served on a plain key-value cache: {exc!r}") from exc
         shapes = [layer.shape for layer in layers]

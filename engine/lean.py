@@ -56,16 +56,15 @@ class LeanForward:
 
     Args:
         model: a transformers causal LM; its projection weights are replaced by views of joined ones.
-        max_positions: size of the rotary table.
     """
 
-    def __init__(self, model: Any, *, max_positions: int) -> None:
+    def __init__(self, model: Any) -> None:
         base = model.base_model
         config = model.config
         attention = base.layers[0].self_attn
-        self.head_dim: int = attention.head_dim
-        self.num_heads: int = attention.q_proj.weight.shape[0] // self.head_dim
-        self.num_kv_heads: int = attention.k_proj.weight.shape[0] // self.head_dim
+        self.head_dim = int(attention.head_dim)
+        self.num_heads = int(attention.q_proj.weight.shape[0]) // self.head_dim
+        self.num_kv_heads = int(attention.k_proj.weight.shape[0]) // self.head_dim
         self.group = self.num_heads // self.num_kv_heads
         self.scale: float = attention.scaling
         self.eps: float = config.rms_norm_eps
@@ -73,17 +72,19 @@ class LeanForward:
         self.layers = [_join(layer) for layer in base.layers]
         self.norm: Tensor = base.norm.weight
         self.model = model
+        self._rotary = base.rotary_emb
+        self._cos = self._sin = torch.empty(0)
+
+    def reserve(self, num_positions: int) -> None:
+        """Have rotary factors for positions 0..num_positions-1."""
+        if num_positions <= self._cos.shape[0]:
+            return
         probe = torch.zeros(1, 1, 1, dtype=self.embeddings.dtype)
-        cos, sin = base.rotary_emb(probe, torch.arange(max_positions)[None])
+        cos, sin = self._rotary(probe, torch.arange(num_positions)[None])
         half = self.head_dim // 2
         self._cos = cos[0, :, None, :].contiguous()  # [positions, 1, D]
         # The first half is subtracted: rotate_half(x) = (-x2, x1).
         self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None, :].contiguous()
-
-    @property
-    def max_positions(self) -> int:
-        """Positions beyond this are not in the table."""
-        return self._cos.shape[0]
 
     def __call__(
         self,

@@ -39,7 +39,7 @@ class CachedModel:
         self.rows = [SlotRows(capacity=capacity, max_length=max_length) for _ in range(num_slots)]
         self.run_s = 0.0
         self._lm = lm
-        self._hf_cache, self._window = lm.attach(self.cache)
+        self._attached = lm.attach(self.cache)
         rows = self.max_pass_rows
         self._tokens = torch.zeros(1, rows, dtype=torch.long, device=lm.device)
         self._positions = torch.zeros(1, rows, dtype=torch.long, device=lm.device)
@@ -129,7 +129,8 @@ class CachedModel:
             seen = [rows.length + bit for bit in range(ancestors.bit_length()) if ancestors >> bit & 1]
             mask[i, seen] = True
         self._mask[0, 0, :n, : rows.used].copy_(mask)
-        self._window.slot, self._window.rows, self._window.length = slot, self._row_ids[:n], rows.used
+        window = self._attached.window
+        window.slot, window.rows, window.length = slot, self._row_ids[:n], rows.used
 
     @torch.inference_mode()
     def _run(self, num_rows: int, length: int, num_logits: int) -> Tensor:
@@ -137,7 +138,7 @@ class CachedModel:
             self._tokens[:, :num_rows],
             self._positions[:, :num_rows],
             self._mask[:, :, :num_rows, :length],
-            self._hf_cache,
+            self._attached,
             num_logits=num_logits,
         )
         return logits.float()
