@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +14,11 @@ import torch
 from huggingface_hub import snapshot_download
 
 from engine.errors import CheckpointError
-from engine.hf import CausalLM, end_tokens, first_line, load_config, load_model, refuse_windows
+from engine.hf import CausalLM, Graft, end_tokens, first_line, load_config, load_model, refuse_windows
+from engine.products import int8_available
 from engine.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLES_PER_FILE = 64
@@ -98,21 +102,41 @@ class Checkpoint:
         ids = end_tokens(self.directory, self._config, self.tokenizer.hf)
         return tuple(token for token in ids if 0 <= token < self.tokenizer.vocab_size)
 
-    def load(self, *, dtype: str = "float32", device: str = "cpu", num_layers: int | None = None) -> CausalLM:
+    def load(
+        self,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        num_layers: int | None = None,
+        graft: Graft | None = None,
+    ) -> CausalLM:
         """Load the weights.
 
         Args:
-            dtype: one of DTYPES.
+            dtype: one of DTYPES, or "int8" for a drafter: int8 weights, bfloat16 between them.
             num_layers: take the first layers only; a weak drafter for the same checkpoint.
+            graft: trained layers in place of some of these.
 
         Raises:
             CheckpointError: they do not load, or do not fit the tokenizer.
         """
-        if dtype not in DTYPES:
-            raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype}")
+        int8 = dtype == "int8"
+        if int8 and not int8_available():
+            log.warning("this build of torch has no int8 product: the drafter runs in bfloat16")
+            int8, dtype = False, "bfloat16"
+        if not int8 and dtype not in DTYPES:
+            raise CheckpointError(f"dtype must be one of {', '.join([*DTYPES, 'int8'])}; got {dtype}")
         # A fresh config: loading some of the layers changes it.
         config = load_config(self.directory)
-        lm = load_model(self.directory, config, dtype=DTYPES[dtype], device=device, num_layers=num_layers)
+        lm = load_model(
+            self.directory,
+            config,
+            dtype=torch.bfloat16 if int8 else DTYPES[dtype],
+            device=device,
+            num_layers=num_layers,
+            graft=graft,
+            int8=int8,
+        )
         num_embeddings = lm.model.get_input_embeddings().weight.shape[0]
         if num_embeddings < self.tokenizer.vocab_size:
             raise CheckpointError(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError
-from engine.hf import CausalLM, graft
+from engine.hf import CausalLM, Graft
 
 
 def load_distilled(folder: Path, target: Checkpoint, *, dtype: str, device: str) -> CausalLM:
@@ -42,7 +42,5 @@ def load_distilled(folder: Path, target: Checkpoint, *, dtype: str, device: str)
             f"{folder} was distilled for {about.get('target', 'another target')} with weights {wanted[:12]}, "
             f"not for {target.name} with weights {found[:12]}"
         )
-    lm = target.load(dtype=dtype, device=device, num_layers=frozen + trained)
-    ids = tensors.pop("ids").long()
-    graft(lm, tensors, first_layer=frozen, ids=ids)
-    return lm
+    graft = Graft(ids=tensors.pop("ids").long(), tensors=tensors, first_layer=frozen)
+    return target.load(dtype=dtype, device=device, num_layers=frozen + trained, graft=graft)

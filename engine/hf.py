@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,14 @@ class CausalLM:
 
     Args:
         lean: use our own forward where the model is of a kind it knows (`engine/lean.py`).
+        int8: with int8 weights; for drafters, and only where the lean forward serves.
     """
 
-    def __init__(self, model: Any, *, lean: bool = True) -> None:
+    def __init__(self, model: Any, *, lean: bool = True, int8: bool = False) -> None:
         self.model = model
-        self._lean = LeanForward(model) if lean and supported(model) else None
+        self._lean = LeanForward(model, int8=int8) if lean and supported(model) else None
+        if int8 and self._lean is None:
+            raise CheckpointError(f"{type(model).__name__} cannot be run with int8 weights here; choose another dtype")
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         missing = {"position_ids", "attention_mask", self._cache_name} - set(parameters)
@@ -159,6 +163,8 @@ class CausalLM:
         head.weight = torch.nn.Parameter(weight[ids.to(weight.device)].clone(), requires_grad=False)
         self._ids, self._width = ids.to(weight.device), weight.shape[0]
         self.model.set_output_embeddings(head)
+        if self._lean is not None:
+            self._lean.set_head(head.weight)
 
     def _forward_hf(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any, *, num_logits: int) -> Tensor:
         wanted = {"logits_to_keep": num_logits} if self._keeps_logits else {}
@@ -236,8 +242,21 @@ def refuse_windows(config: Any, max_length: int, name: str) -> None:
             )
 
 
-def load_model(directory: Path, config: Any, *, dtype: torch.dtype, device: str, num_layers: int | None) -> CausalLM:
+def load_model(
+    directory: Path,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    num_layers: int | None,
+    graft: Graft | None = None,
+    int8: bool = False,
+) -> CausalLM:
     """Load the weights, of the first `num_layers` layers only if given.
+
+    Args:
+        graft: trained layers to put in, see `engine/distilled.py`.
+        int8: quantize them; for drafters.
 
     Raises:
         CheckpointError: with the reason in one line.
@@ -268,30 +287,44 @@ def load_model(directory: Path, config: Any, *, dtype: torch.dtype, device: str,
     if getattr(model, "_is_stateful", False):
         raise CheckpointError(f"{type(model).__name__} keeps a recurrent state, which cannot be rewound; it is refused")
     model.requires_grad_(False)
-    return CausalLM(model.to(device).eval())
+    if graft is not None:
+        graft.apply(model)
+    lm = CausalLM(model.to(device).eval(), int8=int8)
+    if graft is not None:
+        lm.reduce_head(graft.ids)
+    return lm
 
 
-def graft(lm: CausalLM, tensors: dict[str, Tensor], *, first_layer: int, ids: Tensor) -> None:
-    """Replace the layers from `first_layer` on, and the final norm, by trained ones; reduce the head to `ids`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graft:
+    """What a distilled drafter changes in its target.
 
-    Args:
+    Attributes:
         tensors: `layers.I.NAME` for I = 0.. (counted from first_layer), and `norm.weight`.
-
-    Raises:
-        CheckpointError: names or shapes are not those of the model.
+        ids: target ids that the head keeps, ascending.
     """
-    base = lm.model.base_model
-    own = dict(base.named_parameters())
-    with torch.no_grad():
-        for name, value in tensors.items():
-            place = name
-            if name.startswith("layers."):
-                _, number, rest = name.split(".", 2)
-                place = f"layers.{first_layer + int(number)}.{rest}"
-            if place not in own or own[place].shape != value.shape:
-                raise CheckpointError(f"{name} of shape {tuple(value.shape)} has no place in {type(base).__name__}")
-            own[place].copy_(value)
-    lm.reduce_head(ids)
+
+    tensors: dict[str, Tensor]
+    first_layer: int
+    ids: Tensor
+
+    def apply(self, model: Any) -> None:
+        """Replace the layers from `first_layer` on, and the final norm.
+
+        Raises:
+            CheckpointError: names or shapes are not those of the model.
+        """
+        base = model.base_model
+        own = dict(base.named_parameters())
+        with torch.no_grad():
+            for name, value in self.tensors.items():
+                place = name
+                if name.startswith("layers."):
+                    _, number, rest = name.split(".", 2)
+                    place = f"layers.{self.first_layer + int(number)}.{rest}"
+                if place not in own or own[place].shape != value.shape:
+                    raise CheckpointError(f"{name} of shape {tuple(value.shape)} has no place in {type(base).__name__}")
+                own[place].copy_(value)
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.products import Dense, Int8, Product
+
 MODEL_TYPES = {"llama", "qwen2", "mistral"}
 
 
@@ -27,13 +29,11 @@ class Layer:
     """One decoder layer's weights, joined. H query heads, K key heads, D the head's size."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(H + 2 K) D, hidden]
-    qkv_bias: Tensor | None
-    out: Tensor  # [hidden, H D]
-    out_bias: Tensor | None
+    qkv: Product  # hidden -> (H + 2 K) D
+    out: Product  # H D -> hidden
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 inner, hidden]
-    down: Tensor  # [hidden, inner]
+    gate_up: Product  # hidden -> 2 inner
+    down: Product  # inner -> hidden
 
 
 def supported(model: Any) -> bool:
@@ -56,9 +56,10 @@ class LeanForward:
 
     Args:
         model: a transformers causal LM; its projection weights are replaced by views of joined ones.
+        int8: multiply with weights quantized to int8 (a drafter only; the model must be bfloat16).
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, int8: bool = False) -> None:
         base = model.base_model
         config = model.config
         attention = base.layers[0].self_attn
@@ -69,9 +70,10 @@ class LeanForward:
         self.scale: float = attention.scaling
         self.eps: float = config.rms_norm_eps
         self.embeddings: Tensor = base.embed_tokens.weight
-        self.layers = [_join(layer) for layer in base.layers]
+        self._product: type[Dense] | type[Int8] = Int8 if int8 else Dense
+        self.layers = [self._join(layer) for layer in base.layers]
         self.norm: Tensor = base.norm.weight
-        self.model = model
+        self.set_head(model.get_output_embeddings().weight)
         self._rotary = base.rotary_emb
         self._cos = self._sin = torch.empty(0)
 
@@ -119,7 +121,7 @@ class LeanForward:
         half = dim // 2
         for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
             normed = self._rms_norm(hidden, layer.input_norm)
-            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv, dim)
+            qkv = layer.qkv(normed).view(n, heads + 2 * kv, dim)
             to_turn = qkv[:, : heads + kv]
             turned = to_turn * cos
             turned[..., :half].addcmul_(to_turn[..., half:], sin[..., :half])
@@ -132,13 +134,30 @@ class LeanForward:
             )  # [K, group n, length]
             mixed = torch.bmm(scores.softmax(-1), layer_values[:, :length])
             mixed = mixed.view(kv, group, n, dim).permute(2, 0, 1, 3).reshape(n, heads * dim)
-            hidden = hidden + functional.linear(mixed, layer.out, layer.out_bias)
+            hidden = hidden + layer.out(mixed)
             normed = self._rms_norm(hidden, layer.post_norm)
-            gate, up = functional.linear(normed, layer.gate_up).chunk(2, -1)
-            hidden = hidden + functional.linear(functional.silu(gate).mul_(up), layer.down)
+            gate, up = layer.gate_up(normed).chunk(2, -1)
+            hidden = hidden + layer.down(functional.silu(gate).mul_(up))
         last = self._rms_norm(hidden[-num_logits:], self.norm)
-        # Asked anew each time: the head may have been reduced meanwhile.
-        return functional.linear(last, self.model.get_output_embeddings().weight)
+        return self.head(last)
+
+    def set_head(self, weight: Tensor) -> None:
+        """Use these rows, [rows, hidden], as the head."""
+        self.head: Product = self._product(weight.detach())
+
+    def _join(self, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        biases = [p.bias.detach() for p in projections if p.bias is not None]
+        out_bias = None if attention.o_proj.bias is None else attention.o_proj.bias.detach()
+        return Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=self._product(_joined(projections), torch.cat(biases) if biases else None),
+            out=self._product(attention.o_proj.weight.detach(), out_bias),
+            post_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=self._product(_joined([mlp.gate_proj, mlp.up_proj])),
+            down=self._product(mlp.down_proj.weight.detach()),
+        )
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         if hidden.dtype == torch.float32:
@@ -146,22 +165,6 @@ class LeanForward:
         # As in transformers: the mean in float32, the weight applied in the model's dtype.
         wide = hidden.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
-
-
-def _join(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [p.bias for p in projections if p.bias is not None]
-    return Layer(
-        input_norm=layer.input_layernorm.weight,
-        qkv=_joined(projections),
-        qkv_bias=torch.cat(biases) if biases else None,
-        out=attention.o_proj.weight,
-        out_bias=attention.o_proj.bias,
-        post_norm=layer.post_attention_layernorm.weight,
-        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-        down=mlp.down_proj.weight,
-    )
 
 
 def _joined(modules: list[Any]) -> Tensor:

@@ -40,7 +40,10 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
         return checkpoint.identity(), drafter
     kind, _, which = config.drafter.partition(":")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    dtype = config.dtype
+    if dtype == "auto":
+        # No format of the drafter can change the output, so the cheapest one serves.
+        dtype = "bfloat16" if device == "cuda" else "int8" if kind == "distilled" else "float32"
     log.info("loading %s, %s, as %s on %s", checkpoint.name, config.drafter, dtype, device)
     if kind == "distilled":
         lm = load_distilled(Path(which), checkpoint, dtype=dtype, device=device)

@@ -52,7 +52,10 @@ class DraftConfig:
             "--growth", type=growth, default="chain:2+22",
             help="chain:K waits for each frame of K tokens, chain:K+AHEAD drafts up to AHEAD tokens past it",
         )  # fmt: skip
-        args.add_argument("--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on a CPU")
+        args.add_argument(
+            "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"],
+            help="auto: bfloat16 on a GPU, int8 on a CPU where the model is Llama-shaped and distilled, else float32",
+        )  # fmt: skip
         args.add_argument("--slots", type=whole(1, 256), default=4, help="sessions served at a time")
         args.add_argument(
             "--max-length", type=whole(16, 1 << 20), default=2048, help="most tokens of prompt + answer in a session"

@@ -39,7 +39,10 @@ class VerifyConfig:
         )
         add_node_arguments(args, default_name="verify")
         args.add_argument("--model", required=True, help="target: checkpoint directory or hub id of a causal LM")
-        args.add_argument("--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on a CPU")
+        args.add_argument(
+            "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+            help="auto: bfloat16 on a GPU, float32 on a CPU",
+        )  # fmt: skip
         args.add_argument("--slots", type=whole(1, 256), default=4, help="sessions served at a time")
         args.add_argument(
             "--max-length", type=whole(16, 1 << 20), default=2048,

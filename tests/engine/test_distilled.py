@@ -66,6 +66,16 @@ def test_logits_are_the_grafted_models_on_the_ids_and_nothing_elsewhere(
     assert torch.isneginf(logits[:, elsewhere]).all()
 
 
+def test_int8_weights_change_logits_by_little(target: Checkpoint, write: Callable[..., Path]) -> None:
+    results = []
+    for dtype in ("float32", "int8"):
+        lm = load_distilled(write(), target, dtype=dtype, device="cpu")
+        model = CachedModel(lm, num_slots=1, max_length=64, max_tree_rows=8)
+        results.append(torch.cat([model.forward(0, [5, 9, 100], num_committed=3), model.forward(0, [7], parents=[2])]))
+    full, quantized = (logits[:, IDS] for logits in results)
+    assert (full - quantized).abs().max() < 0.1 * full.abs().max()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_candidates_are_target_ids_of_the_reduced_head(
     target: Checkpoint, write: Callable[..., Path], temperature: float
