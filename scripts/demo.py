@@ -66,7 +66,8 @@ async def start_pipeline(parts: Parts, args: argparse.Namespace, model: str) -> 
         return ["-m", f"node_{role}", "--relay", f"ws://127.0.0.1:{legs[role].port}", "--trace", str(trace), *flags]
 
     verify, draft = await asyncio.gather(
-        parts.start("verify", node("verify", "--model", model, "--max-length", str(args.max_length)), core=0),
+        parts.start("verify", node("verify", "--model", model, "--max-length", str(args.max_length),
+                                       "--max-rows", str(args.max_rows)), core=0),
         parts.start(
             "draft",
             node("draft", "--model", args.draft_model or model, "--drafter", args.drafter, "--growth", args.growth,
@@ -229,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--growth", default="chain:2+22", help="see node_draft --help")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--max-length", type=int, default=1024, help="most tokens of prompt and answer")
+    parser.add_argument(
+        "--max-rows", type=int, default=4, help="rows of a verify pass; on a CPU each further one costs"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", help="keep logs and traces in this folder")

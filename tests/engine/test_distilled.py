@@ -71,6 +71,7 @@ def test_int8_weights_change_logits_by_little(target: Checkpoint, write: Callabl
     for dtype in ("float32", "int8"):
         lm = load_distilled(write(), target, dtype=dtype, device="cpu")
         model = CachedModel(lm, num_slots=1, max_length=64, max_tree_rows=8)
+        model.check_tree_attention()
         results.append(torch.cat([model.forward(0, [5, 9, 100], num_committed=3), model.forward(0, [7], parents=[2])]))
     full, quantized = (logits[:, IDS] for logits in results)
     assert (full - quantized).abs().max() < 0.1 * full.abs().max()
