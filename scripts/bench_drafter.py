@@ -1,0 +1,236 @@
+"""How good a drafter is, and what it costs: acceptance by position, hit rates, ms per draft token on one core.
+
+The target answers the held-out prompts (`scripts/heldout.py`) through our own engine, greedily and at temperature 0.8
+with the acceptance rule's noise; the answers are kept in a folder. Each drafter is then run over them. Since a chain
+of candidates goes on only while it is right, acceptance of a chain of K from a position is the number of
+consecutive hits from there, at most K.
+
+    taskset -c 0 python scripts/bench_drafter.py --target DIR --answers DIR NAME=FOLDER [NAME=FOLDER ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.checkpoint import Checkpoint
+from engine.distilled import load_distilled
+from engine.hf import CausalLM
+from engine.model import CachedModel
+from engine.sampler import Sampler
+from engine.target import HFTarget
+from scripts.demo import cpu_name
+from scripts.heldout import heldout_prompts
+from speculation.passes import Sampling, VerifyPass
+
+SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, seed=1)}
+TOPS = (1, 2, 4, 8)
+MAX_LENGTH = 512
+
+
+def answer(
+    target: HFTarget, prompt: list[int], sampling: Sampling, num_tokens: int, stop_ids: tuple[int, ...]
+) -> list[int]:
+    """The target's own answer, token by token."""
+    target.open(0, sampling=sampling, tokens=prompt, num_prompt=len(prompt), stop_ids=stop_ids)
+    target.prefill(0, 0, len(prompt) - 1)
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        request = VerifyPass(slot=0, start=len(tokens), tokens=(tokens[-1],), parents=(-1,), max_tokens=1)
+        (result,) = target.verify([request])
+        if isinstance(result, Exception):
+            raise result
+        tokens += result.tokens
+        if tokens[-1] in stop_ids:
+            break
+    target.close(0)
+    return tokens[len(prompt) :]
+
+
+def write_answers(checkpoint: Checkpoint, folder: Path, num_tokens: int) -> None:
+    """Answers of the target to the held-out prompts, a file for each sampling; what is there is not written again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = CachedModel(checkpoint.load(), num_slots=1, max_length=MAX_LENGTH, max_tree_rows=1)
+    target = HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
+    for name, sampling in SAMPLINGS.items():
+        path = folder / f"{name.replace('=', '')}.json"
+        rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        prompts = heldout_prompts()
+        for kind, text in prompts[len(rows) :]:
+            prompt = checkpoint.tokenizer.encode_chat([{"role": "user", "content": text}])
+            rows.append(
+                {"kind": kind, "prompt": prompt,
+                 "answer": answer(target, prompt, sampling, num_tokens, checkpoint.stop_ids)}
+            )  # fmt: skip
+            if len(rows) % 8 == 0 or len(rows) == len(prompts):
+                path.write_text(json.dumps(rows))
+                print(f"{name}: {len(rows)} of {len(prompts)} answers", flush=True)
+
+
+def hits_of(model: CachedModel, row: dict[str, Any], sampling: Sampling, vocab_size: int) -> list[int]:
+    """For each answer token, its rank among the drafter's candidates (0 is the first), or -1 beyond the best 8."""
+    prompt, tokens = row["prompt"], row["answer"]
+    ids = (prompt + tokens)[:-1]
+    logits = []
+    for start in range(0, len(ids), 128):
+        chunk = ids[start : start + 128]
+        logits.append(model.forward(0, chunk, num_committed=len(chunk)))
+    model.clear(0)
+    table = torch.cat(logits)[len(prompt) - 1 :]
+    sampler = Sampler(sampling, num_prompt=len(prompt), vocab_size=vocab_size)
+    sampler.commit(prompt)
+    ranks = []
+    for i, token in enumerate(tokens):
+        proposed = [child.token for child in sampler.propose(table[i], len(prompt) + i, (), TOPS[-1])]
+        ranks.append(proposed.index(token) if token in proposed else -1)
+        sampler.commit((token,))
+    return ranks
+
+
+def chain_lengths(ranks: list[int], size: int) -> list[int]:
+    """Accepted length of a chain of `size` candidates from each position that has so many tokens left."""
+    runs = []
+    for start in range(len(ranks) - size + 1):
+        run = 0
+        while run < size and ranks[start + run] == 0:
+            run += 1
+        runs.append(run)
+    return runs
+
+
+def figures(rows: list[tuple[str, list[int]]]) -> dict[str, Any]:
+    """Hit rates and chain figures over (kind, ranks) of many answers."""
+    ranks = [rank for _, answer_ranks in rows for rank in answer_ranks]
+    result: dict[str, Any] = {f"top{k}": round(sum(0 <= r < k for r in ranks) / len(ranks), 4) for k in TOPS}
+    for size in (4, 8):
+        runs = [run for _, answer_ranks in rows for run in chain_lengths(answer_ranks, size)]
+        result[f"mean acceptance length, chain of {size}"] = round(1 + statistics.fmean(runs), 3)
+        result[f"acceptance by position, chain of {size}"] = [
+            round(sum(run > place for run in runs) / max(1, sum(run >= place for run in runs)), 3)
+            for place in range(size)
+        ]
+    return result
+
+
+def step_ms(lm: CausalLM, num_rows: int, repeats: int = 40) -> float:
+    """Median time of one pass over `num_rows` rows behind 256 tokens, in ms."""
+    model = CachedModel(lm, num_slots=1, max_length=MAX_LENGTH, max_tree_rows=32)
+    model.forward(0, list(range(100, 356)), num_committed=256, num_logits=1)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        model.forward(0, [5] * num_rows, parents=[255] * num_rows)
+        times.append(time.perf_counter() - began)
+        model.rewind(0, num_rows)
+    return statistics.median(times) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--answers", type=Path, required=True, help="folder of the target's answers")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--dtype", default="int8")
+    parser.add_argument("--shipped", help="name of the drafter that the goals are held against")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("drafters", nargs="*", help="NAME=FOLDER")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    checkpoint = Checkpoint(args.target, max_length=MAX_LENGTH)
+    write_answers(checkpoint, args.answers, args.tokens)
+    target_ms = step_ms(checkpoint.load(), 1)
+    measured: dict[str, Any] = {}
+    for named in args.drafters:
+        name, _, folder = named.partition("=")
+        lm = load_distilled(Path(folder), checkpoint, dtype=args.dtype, device="cpu")
+        about = json.loads((Path(folder) / "drafter.json").read_text())
+        model = CachedModel(lm, num_slots=1, max_length=MAX_LENGTH, max_tree_rows=1)
+        entry: dict[str, Any] = {
+            "about": {k: v for k, v in about.items() if k not in ("history", "shards", "target_weights")},
+            "ms per draft token": round(step_ms(lm, 1), 3),
+        }
+        entry["share of a one-row target pass"] = round(entry["ms per draft token"] / target_ms, 4)
+        for label, sampling in SAMPLINGS.items():
+            rows = json.loads((args.answers / f"{label.replace('=', '')}.json").read_text())
+            ranked = [(row["kind"], hits_of(model, row, sampling, checkpoint.tokenizer.vocab_size)) for row in rows]
+            entry[label] = {"all": figures(ranked)} | {
+                kind: figures([pair for pair in ranked if pair[0] == kind]) for kind in sorted({k for k, _ in ranked})
+            }
+        measured[name] = entry
+        print(name, json.dumps({k: entry[k] for k in entry if "T=" not in k and k != "greedy"}), flush=True)
+        print("   greedy chat", json.dumps(entry["greedy"]["chat"]), flush=True)
+    if args.results:
+        write_results(args, measured, target_ms)
+    if args.picture:
+        draw(args.picture, measured, target_ms)
+
+
+def write_results(args: argparse.Namespace, measured: dict[str, Any], target_ms: float) -> None:
+    """Write the figures and the goals of the shipped drafter."""
+    shipped = measured[args.shipped]
+    chat = shipped["greedy"]["chat"]
+    share = shipped["share of a one-row target pass"]
+    goals = [
+        {
+            "name": "top-1 hit rate, greedy chat",
+            "goal": ">= 0.60",
+            "measured": chat["top1"],
+            "met": chat["top1"] >= 0.6,
+        },
+        {
+            "name": "top-4 hit rate, greedy chat",
+            "goal": ">= 0.80",
+            "measured": chat["top4"],
+            "met": chat["top4"] >= 0.8,
+        },
+        {"name": "draft step over one-row target pass", "goal": "<= 0.1", "measured": share, "met": share <= 0.1},
+    ]
+    result = {
+        "command": "taskset -c 0 python scripts/bench_drafter.py ... --results docs/results/drafter.json",
+        "machine": {"cpu": cpu_name(), "python": platform.python_version(), "threads": 1},
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "models": {"target": Path(args.target).name, "shipped": args.shipped},
+        "parameters": {"prompts": len(heldout_prompts()), "answer tokens": args.tokens, "drafter dtype": args.dtype},
+        "figures": {"one-row target pass, float32, ms": round(target_ms, 2), "drafters": measured},
+        "goals": goals,
+    }
+    args.results.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def draw(path: Path, measured: dict[str, Any], target_ms: float) -> None:
+    """Quality against cost, one point for each drafter."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, entry in measured.items():
+        x = entry["ms per draft token"]
+        for key, marker in (("top1", "o"), ("top4", "s")):
+            axes.plot(x, entry["greedy"]["chat"][key], marker, color="C0" if key == "top1" else "C1")
+        axes.annotate(
+            name, (x, entry["greedy"]["chat"]["top1"]), textcoords="offset points", xytext=(6, -10), fontsize=8
+        )
+    axes.axhline(0.60, color="C0", linestyle=":", label="goal top-1")
+    axes.axhline(0.80, color="C1", linestyle=":", label="goal top-4")
+    axes.axvline(target_ms / 10, color="grey", linestyle="--", label="a tenth of a target pass")
+    axes.set_xlabel("ms per draft token, one core")
+    axes.set_ylabel("hit rate, greedy chat (circles top-1, squares top-4)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
