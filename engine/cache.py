@@ -67,3 +67,15 @@ class KVCache:
         for storage in (*self.keys, *self.values):
             rows = storage[slot]  # [kv_heads, capacity, dim]
             rows.index_copy_(1, target, rows.index_select(1, source))
+
+    @torch.inference_mode()
+    def poison(self, slot: int, first_row: int) -> None:
+        """Fill the rows from `first_row` on with NaN: whoever reads one that is not in use will show it."""
+        for storage in (*self.keys, *self.values):
+            storage[slot, :, first_row:].fill_(float("nan"))
+
+    @torch.inference_mode()
+    def zero(self, slot: int) -> None:
+        """Fill all rows of a slot with zeros, as they were at first."""
+        for storage in (*self.keys, *self.values):
+            storage[slot].zero_()

@@ -109,6 +109,7 @@ class CausalLM:
 
     def __init__(self, model: Any, *, lean: bool = True, int8: bool = False) -> None:
         self.model = model
+        self.int8 = int8
         self._lean = LeanForward(model, int8=int8) if lean and supported(model) else None
         if int8 and self._lean is None:
             raise CheckpointError(f"{type(model).__name__} cannot be run with int8 weights here; choose another dtype")
@@ -151,9 +152,25 @@ class CausalLM:
             )
         else:
             logits = self._forward_hf(tokens, positions, mask, attached.hf, num_logits=num_logits)
+        return self._widened(logits)
+
+    @torch.inference_mode()
+    def without_cache(self, tokens: Sequence[int]) -> Tensor | None:
+        """Logits [1, width] behind `tokens` by transformers' own forward, with no cache and no mask of ours.
+
+        None for int8 weights, which transformers does not have.
+        """
+        if self.int8:
+            return None
+        ids = torch.tensor([list(tokens)], device=self.device)
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return self._widened(logits[0, -1:]).float()
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """Logits of a reduced head at the whole width."""
         if self._ids is None:
             return logits
-        wide = logits.new_full((num_logits, self._width), float("-inf"))
+        wide = logits.new_full((logits.shape[0], self._width), float("-inf"))
         return wide.index_copy_(1, self._ids, logits)
 
     def reduce_head(self, ids: Tensor) -> None:

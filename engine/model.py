@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import KVCache
-from engine.errors import CacheError, CheckpointError
+from engine.errors import CacheError
 from engine.hf import CausalLM
 from engine.rows import SlotRows
 
@@ -100,21 +100,19 @@ class CachedModel:
         """Empty a slot."""
         self.rows[slot].clear()
 
-    def check_tree_attention(self) -> None:
-        """Run a small tree and the same path alone: the model must honour mask and positions. Uses the empty slot 0.
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the cache and of the activations."""
+        return self._lm.dtype
 
-        Raises:
-            CheckpointError: it does not, with this version of transformers.
-        """
-        tree = self.forward(0, [1, 2, 3, 4], parents=[-1, 0, 0, 2], num_logits=1)
-        self.clear(0)
-        alone = self.forward(0, [1, 3, 4], num_committed=3, num_logits=1)
-        self.clear(0)
-        real = torch.isfinite(alone)  # a reduced head knows only some ids
-        scale = alone[real].abs().max().item()
-        difference = (tree[real] - alone[real]).abs().max().item()
-        if not difference <= scale * (1e-3 if self._lm.dtype == torch.float32 else 0.05):
-            raise CheckpointError("this model does not score a tree of candidates as it scores each path alone")
+    def without_cache(self, tokens: Sequence[int]) -> Tensor | None:
+        """See `CausalLM.without_cache`."""
+        return self._lm.without_cache(tokens)
+
+    def addresses(self) -> list[int]:
+        """Where the cache and the input buffers lie; the same for the life of the model."""
+        buffers = (self._tokens, self._positions, self._row_ids, self._mask)
+        return [*self.cache.addresses(), *(buffer.data_ptr() for buffer in buffers)]
 
     def _fill(self, slot: int, tokens: Sequence[int], new: range) -> None:
         """Copy the inputs of a pass over the rows `new` into the buffers, and point the window at them."""

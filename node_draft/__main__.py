@@ -18,6 +18,7 @@ from engine.executor import ModelExecutor
 from engine.model import CachedModel
 from engine.ngram import NgramDrafter
 from engine.runner import DraftRunner
+from engine.selfcheck import self_check
 from node_draft.config import DraftConfig
 from node_draft.node import DraftNode
 from node_draft.scheduler import DraftScheduler
@@ -54,7 +55,8 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
         lm = checkpoint.load(dtype=dtype, device=device, num_layers=num_layers)
         identity = checkpoint.identity(num_layers=num_layers)
     model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=MAX_TREE_ROWS)
-    model.check_tree_attention()
+    if config.self_check:
+        self_check(model)
     return identity, HFDrafter(model, vocab_size=vocab_size)
 
 

@@ -26,6 +26,7 @@ class DraftConfig:
     slots: int
     max_length: int
     threads: int
+    self_check: bool
     grace_s: float
     log_level: str
     trace: Path | None
@@ -73,6 +74,7 @@ class DraftConfig:
             slots=given.slots,
             max_length=given.max_length,
             threads=given.threads,
+            self_check=given.self_check,
             grace_s=given.grace_s,
             log_level=given.log_level,
             trace=given.trace,

@@ -13,6 +13,7 @@ from engine.checkpoint import Checkpoint
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
 from engine.model import CachedModel
+from engine.selfcheck import self_check
 from engine.target import HFTarget
 from node_verify.config import VerifyConfig
 from node_verify.node import VerifyNode
@@ -35,7 +36,8 @@ def load(config: VerifyConfig) -> tuple[Checkpoint, HFTarget]:
     log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
     lm = checkpoint.load(dtype=dtype, device=device)
     model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows)
-    model.check_tree_attention()
+    if config.self_check:
+        self_check(model)
     return checkpoint, HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
 
 

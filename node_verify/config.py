@@ -24,6 +24,7 @@ class VerifyConfig:
     max_rows: int
     patience_s: float
     threads: int
+    self_check: bool
     grace_s: float
     log_level: str
     trace: Path | None
@@ -68,6 +69,7 @@ class VerifyConfig:
             max_rows=given.max_rows,
             patience_s=given.patience_ms / 1e3,
             threads=given.threads,
+            self_check=given.self_check,
             grace_s=given.grace_s,
             log_level=given.log_level,
             trace=given.trace,

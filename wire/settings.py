@@ -45,6 +45,10 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
     arguments.add_argument("--name", default=default_name, help="how the node is called in logs and errors")
     arguments.add_argument("--region", default="", help="where the node runs")
     arguments.add_argument("--threads", type=whole(1, 1024), default=1, help="threads of one forward pass on a CPU")
+    arguments.add_argument(
+        "--self-check", action=argparse.BooleanOptionalAction, default=True,
+        help="hold the loaded model to the memory contract before it serves (under a second)",
+    )  # fmt: skip
     arguments.add_argument("--grace-s", type=float, default=20.0, help="how long SIGTERM lets answers finish")
     arguments.add_argument("--trace", type=Path, help="write a JSONL trace of passes and rounds to this file")
 

@@ -9,6 +9,7 @@ from engine.checkpoint import Checkpoint, digest_weights
 from engine.errors import CheckpointError
 from engine.hf import load_config, refuse_windows
 from engine.model import CachedModel
+from engine.selfcheck import self_check
 from engine.tiny import tiny_checkpoint
 
 
@@ -82,7 +83,7 @@ def test_c025_a_window_smaller_than_the_sessions_is_refused_with_the_reason(tmp_
         Checkpoint(path, max_length=17)
     lm = Checkpoint(path, max_length=16).load()
     model = CachedModel(lm, num_slots=1, max_length=16, max_tree_rows=4)
-    model.check_tree_attention()
+    self_check(model)
 
 
 def test_c025_layers_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from engine.distilled import load_distilled
 from engine.drafter import HFDrafter
 from engine.errors import CheckpointError
 from engine.model import CachedModel
+from engine.selfcheck import self_check
 from engine.tiny import tiny_checkpoint
 from speculation.passes import DraftStep, Sampling
 
@@ -71,7 +72,7 @@ def test_int8_weights_change_logits_by_little(target: Checkpoint, write: Callabl
     for dtype in ("float32", "int8"):
         lm = load_distilled(write(), target, dtype=dtype, device="cpu")
         model = CachedModel(lm, num_slots=1, max_length=64, max_tree_rows=8)
-        model.check_tree_attention()
+        self_check(model)
         results.append(torch.cat([model.forward(0, [5, 9, 100], num_committed=3), model.forward(0, [7], parents=[2])]))
     full, quantized = (logits[:, IDS] for logits in results)
     assert (full - quantized).abs().max() < 0.1 * full.abs().max()

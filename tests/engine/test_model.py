@@ -8,6 +8,7 @@ from engine.errors import CacheError
 from engine.hf import CausalLM
 from engine.model import CachedModel
 from engine.rows import SlotRows
+from engine.selfcheck import self_check
 
 VOCAB = 320
 
@@ -183,5 +184,5 @@ def test_logits_belong_to_the_caller(lm: CausalLM) -> None:
 
 def test_tree_attention_is_checked_at_load_and_leaves_the_slot_empty(lm: CausalLM) -> None:
     model = make_model(lm)
-    model.check_tree_attention()
+    self_check(model)
     assert model.rows[0].used == 0
