@@ -147,9 +147,7 @@ class CausalLM:
         """
         if self._lean is not None:
             keys, values = attached.slots[attached.window.slot]
-            logits = self._lean(
-                tokens[0], positions[0], mask[0, 0], keys, values, attached.window.rows, num_logits=num_logits
-            )
+            logits = self._lean(tokens[0], positions[0], mask[0, 0], keys, values, num_logits=num_logits)
         else:
             logits = self._forward_hf(tokens, positions, mask, attached.hf, num_logits=num_logits)
         return self._widened(logits)

@@ -69,6 +69,7 @@ class LeanForward:
         self.group = self.num_heads // self.num_kv_heads
         self.scale: float = attention.scaling
         self.eps: float = config.rms_norm_eps
+        self._eps = torch.tensor([[self.eps]])
         self.embeddings: Tensor = base.embed_tokens.weight
         self._product: type[Dense] | type[Int8] = Int8 if int8 else Dense
         self.layers = [self._join(layer) for layer in base.layers]
@@ -95,23 +96,22 @@ class LeanForward:
         mask: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-        rows: Tensor,
         *,
         num_logits: int,
     ) -> Tensor:
-        """One pass over n new rows of one slot.
+        """One pass over n new rows of one slot, the last of the `length` that are seen.
 
         Args:
             tokens, positions: [n], long.
             mask: [n, length], bool, True where a row sees a cached row.
-            keys, values: of each layer, the slot's storage [K, capacity, D]; rows are written in place.
-            rows: [n], where the new rows go.
+            keys, values: of each layer, the slot's storage [K, capacity, D]; new rows are written in place.
             num_logits: logits are wanted of this many last rows.
 
         Returns:
             [num_logits, rows of the head], in the model's dtype.
         """
         n, length = mask.shape
+        first = length - n
         heads, kv, dim, group = self.num_heads, self.num_kv_heads, self.head_dim, self.group
         hidden = self.embeddings[tokens]  # [n, hidden]
         cos, sin = self._cos[positions], self._sin[positions]  # [n, 1, D]
@@ -126,8 +126,8 @@ class LeanForward:
             turned = to_turn * cos
             turned[..., :half].addcmul_(to_turn[..., half:], sin[..., :half])
             turned[..., half:].addcmul_(to_turn[..., :half], sin[..., half:])
-            layer_keys.index_copy_(1, rows, turned[:, heads:].transpose(0, 1))
-            layer_values.index_copy_(1, rows, qkv[:, heads + kv :].transpose(0, 1))
+            layer_keys[:, first:length] = turned[:, heads:].transpose(0, 1)
+            layer_values[:, first:length] = qkv[:, heads + kv :].transpose(0, 1)
             queries = turned[:, :heads].view(n, kv, group, dim).permute(1, 2, 0, 3).reshape(kv, group * n, dim)
             scores = torch.baddbmm(
                 unseen, queries, layer_keys[:, :length].transpose(1, 2), alpha=self.scale
@@ -161,7 +161,10 @@ class LeanForward:
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         if hidden.dtype == torch.float32:
-            return functional.rms_norm(hidden, weight.shape, weight, self.eps)
+            # A third of the time of functional.rms_norm at a few rows.
+            norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+            scale = torch.addcmul(self._eps, norm, norm, value=1 / hidden.shape[-1]).rsqrt_()
+            return (hidden * scale).mul_(weight)
         # As in transformers: the mean in float32, the weight applied in the model's dtype.
         wide = hidden.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)

@@ -106,8 +106,8 @@ def dispatch_ms(num_layers: int, dtype: str) -> dict[str, float]:
     """ms per pass of a model of as many layers whose arithmetic is negligible."""
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_checkpoint(
-            Path(folder) / "narrow", seed=1, layers=num_layers, hidden=72, vocab=320, max_length=MAX_LENGTH,
-            num_attention_heads=9, num_key_value_heads=3, intermediate_size=96,
+            Path(folder) / "narrow", seed=1, layers=num_layers, hidden=64, vocab=320, max_length=MAX_LENGTH,
+            num_attention_heads=8, num_key_value_heads=4, intermediate_size=96,
         )  # fmt: skip
         return pass_times(Checkpoint(str(path), max_length=MAX_LENGTH).load(dtype=dtype), (128,))["128"]
 
