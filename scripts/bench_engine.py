@@ -2,7 +2,7 @@
 
 The floor of a pass over n rows is the larger of two times: the weights' bytes at the measured memory bandwidth (a copy
 of touched memory larger than the caches, bytes read plus bytes written), and its floating-point operations at the rate
-of the fastest form of product we know for n rows, measured over weights of the model's own shapes. The dispatch floor
+of our products alone for n rows, over weights of the model's own shapes. The dispatch floor
 is the same number of layers and operations with rows so short that arithmetic is free: what Python and the library's
 dispatch cost.
 
@@ -33,7 +33,7 @@ from engine.checkpoint import Checkpoint
 from engine.distilled import load_distilled
 from engine.hf import CausalLM
 from engine.model import CachedModel
-from engine.products import Dense
+from engine.products import Dense, Int8
 from engine.tiny import tiny_checkpoint
 from scripts.demo import cpu_name
 
@@ -61,18 +61,15 @@ def copy_bandwidth() -> float:
 
 
 @torch.inference_mode()
-def product_rate(num_rows: int, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of the fastest product over rows of SmolLM2's shapes, weights cold."""
+def product_rate(num_rows: int, form: type[Dense] | type[Int8], dtype: torch.dtype) -> float:
+    """Floating-point operations a second of our products alone, over weights of SmolLM2's shapes, cold."""
     weights = [
         torch.randn(out, inner).to(dtype) for _ in range(20) for out, inner in ((960, 576), (3072, 576), (576, 1536))
     ]
-    products = [Dense(weight) for weight in weights]
+    products = [form(weight) for weight in weights]
     rows = {inner: torch.randn(num_rows, inner).to(dtype) for inner in (576, 1536)}
-    forms = [
-        median_ms(lambda: [p(rows[p.weight.shape[1]]) for p in products], repeats=5),
-        median_ms(lambda: [torch.nn.functional.linear(rows[w.shape[1]], w) for w in weights], repeats=5),
-    ]
-    return 2 * num_rows * sum(w.numel() for w in weights) / (min(forms) / 1e3)
+    ms = median_ms(lambda: [p(rows[p.weight.shape[1]]) for p in products], repeats=9)
+    return 2 * num_rows * sum(w.numel() for w in weights) / (ms / 1e3)
 
 
 def weight_bytes(lm: CausalLM) -> int:
@@ -202,8 +199,12 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s", flush=True)
     rates = {
-        name: {str(n): product_rate(n, dtype) for n in ROWS}
-        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+        name: {str(n): product_rate(n, form, dtype) for n in ROWS}
+        for name, form, dtype in (
+            ("float32", Dense, torch.float32),
+            ("bfloat16", Dense, torch.bfloat16),
+            ("int8", Int8, torch.bfloat16),
+        )
     }
     print("GFLOP/s", {k: {n: round(r / 1e9) for n, r in v.items()} for k, v in rates.items()}, flush=True)
     figures: dict[str, Any] = {
@@ -215,15 +216,16 @@ def main() -> None:
         ("verify, float32, transformers' forward", lambda: CausalLM(checkpoint.load().model, lean=False)),
         ("verify, bfloat16", lambda: checkpoint.load(dtype="bfloat16")),
         ("draft, int8", lambda: load_distilled(Path(args.drafter), checkpoint, dtype="int8", device="cpu")),
+        ("draft, bfloat16", lambda: load_distilled(Path(args.drafter), checkpoint, dtype="bfloat16", device="cpu")),
         ("draft, float32", lambda: load_distilled(Path(args.drafter), checkpoint, dtype="float32", device="cpu")),
     ):
         lm: CausalLM = load()  # type: ignore[no-untyped-call]
         num_bytes = weight_bytes(lm)
         num_weights = num_bytes // (1 if lm.int8 else lm.dtype.itemsize)
-        dtype = "bfloat16" if lm.dtype == torch.bfloat16 else "float32"
+        dtype = "int8" if lm.int8 else "bfloat16" if lm.dtype == torch.bfloat16 else "float32"
         times = pass_times(lm, CONTEXTS if "verify" in label else CONTEXTS[:2])
         num_layers = len(lm.model.base_model.layers)
-        dispatch = dispatch_ms(num_layers, "int8" if lm.int8 else dtype)
+        dispatch = dispatch_ms(num_layers, dtype)
         figures[label] = with_floors(times, num_bytes, num_weights, bandwidth, rates[dtype], dispatch)
         print(label, json.dumps(figures[label]), flush=True)
         del lm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine import products
 from engine.products import Dense, Int8, int8_available
 
 
@@ -22,11 +23,10 @@ def test_a_dense_product_is_linear(num_rows: int, dtype: torch.dtype, biased: bo
     assert torch.allclose(result.float(), expected.float(), atol=1e-4 if dtype == torch.float32 else 0.1)
 
 
-def test_a_row_of_zeros_that_pads_is_no_part_of_the_result() -> None:
-    weight = torch.eye(8)
-    rows = torch.arange(8.0)[None]
-    assert torch.equal(Dense(weight)(rows), rows)
-    assert rows.shape == (1, 8)
+def test_without_packing_the_librarys_own_product_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "packing_available", lambda dtype: False)
+    weight, rows = torch.randn(48, 32), torch.randn(3, 32)
+    assert torch.equal(Dense(weight)(rows), torch.nn.functional.linear(rows, weight))
 
 
 @pytest.mark.skipif(not int8_available(), reason="this build of torch has no int8 product")
