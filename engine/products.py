@@ -1,10 +1,10 @@
 """Matrix products of a few rows on a CPU, where the library's own choice is slow.
 
 A pass over n rows multiplies [n, in] by each weight [out, in]. `functional.linear` hands float32 to MKL, which on the
-machines we measured reads a weight at half the memory's speed for one row and computes at half of what the core can for
-more. oneDNN with weights packed once into its own blocked layout does neither: SmolLM2's layers take 16 ms instead of 27
-for one row, 21 instead of 47 for eight, 128 instead of 300 for 128 (docs/log.md). torch ships it and uses it itself when
-it compiles a model with frozen weights; without it, `linear` serves.
+machines we measured reads a weight at half the memory's speed for one row and computes at half of what the core can
+for more. oneDNN with weights packed once into its own blocked layout does neither: SmolLM2's layers take 16 ms instead
+of 27 for one row, 21 instead of 47 for eight, 128 instead of 300 for 128 (docs/log.md). torch ships it and uses it
+itself when it compiles a model with frozen weights; without it, `linear` serves.
 
 Packed weights are a copy: a model on a CPU is held twice.
 
