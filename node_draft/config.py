@@ -5,32 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from speculation.growth import GrowthPolicy, parse_growth
-from wire.settings import add_node_arguments, parser, read_secret, whole
+from wire.settings import NodeConfig, add_node_arguments, node_values, parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
+class DraftConfig(NodeConfig):
     """What `python -m node_draft` was told; units are in the names."""
 
-    relay: str
-    secret: str
-    name: str
-    region: str
-    model: str
     drafter: str
     growth: GrowthPolicy
-    dtype: str
-    slots: int
-    max_length: int
-    threads: int
-    self_check: bool
-    grace_s: float
-    log_level: str
-    trace: Path | None
-    ca_file: Path | None
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> DraftConfig:
@@ -57,29 +42,8 @@ class DraftConfig:
             "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"],
             help="auto: bfloat16 on a GPU, int8 on a CPU where the model is Llama-shaped and distilled, else float32",
         )  # fmt: skip
-        args.add_argument("--slots", type=whole(1, 256), default=4, help="sessions served at a time")
-        args.add_argument(
-            "--max-length", type=whole(16, 1 << 20), default=2048, help="most tokens of prompt + answer in a session"
-        )
         given = args.parse_args(argv)
-        return cls(
-            relay=given.relay,
-            secret=read_secret(args, given),
-            name=given.name,
-            region=given.region,
-            model=given.model,
-            drafter=given.drafter,
-            growth=given.growth,
-            dtype=given.dtype,
-            slots=given.slots,
-            max_length=given.max_length,
-            threads=given.threads,
-            self_check=given.self_check,
-            grace_s=given.grace_s,
-            log_level=given.log_level,
-            trace=given.trace,
-            ca_file=given.ca_file,
-        )
+        return cls(drafter=given.drafter, growth=given.growth, **node_values(args, given))
 
 
 def growth(text: str) -> GrowthPolicy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,40 +12,33 @@ from node_draft.scheduler import DraftScheduler
 from node_draft.session import Action, CloseSlot, FrameAnswered, OpenSlot, Send
 from speculation.ledger import Round
 from speculation.passes import DraftResult, DraftStep
-from wire.aio.link import Link
+from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
 from wire.codec import decode
-from wire.errors import ProtocolError, QueueFull
-from wire.messages import Draining, Error
+from wire.errors import ProtocolError
+from wire.messages import Error
 
 log = logging.getLogger(__name__)
 
 
-class DraftNode:
+class DraftNode(NodeShell):
     """Runs one draft model for the sessions that the relay pairs it with."""
 
     def __init__(
         self, *, scheduler: DraftScheduler, runner: DraftRunner, executor: ModelExecutor, trace: TraceWriter
     ) -> None:
+        super().__init__()
         self.scheduler = scheduler
         self.runner = runner
         self.executor = executor
         self.trace = trace
-        self._link: Link | None = None
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._slot_calls: list[Callable[[], None]] = []
-
-    def on_link(self, link: Link) -> None:
-        """A link to the relay is up."""
-        self._link = link
 
     def on_link_lost(self) -> None:
         """The relay has unpaired us: whatever we drafted goes nowhere."""
-        self._link = None
+        self.link = None
         for session_id in list(self.scheduler.sessions):
-            self._perform(self.scheduler.on_release(session_id), self._now())
+            self._perform(self.scheduler.on_release(session_id), self.now())
 
     def on_frame(self, frame: bytes, now: float) -> None:
         """Handle one frame from the relay."""
@@ -54,20 +46,20 @@ class DraftNode:
             message = decode(frame)
         except ProtocolError as exc:
             log.warning("< malformed frame: %s", exc)
-            self._send(Send(Error(code="malformed", message=str(exc))))
+            self.send(Error(code="malformed", message=str(exc)))
             return
         self._perform(self.scheduler.on_message(message, now), now)
 
     async def feed_model(self) -> None:
         """Give the model steps as long as there are any; raises `EngineDead` if its thread dies."""
         while True:
-            step, actions = self.scheduler.next_step(self._now())
-            self._perform(actions, self._now())
+            step, actions = self.scheduler.next_step(self.now())
+            self._perform(actions, self.now())
             calls, self._slot_calls = self._slot_calls, []
             if step is not None:
-                began = self._now()
+                began = self.now()
                 result = await self.executor.run(self._run, calls, step)
-                now = self._now()
+                now = self.now()
                 if isinstance(result, DraftResult):
                     self.trace.write(
                         "draft", now, began=began, slot=step.slot, num_commit=len(step.commit),
@@ -78,17 +70,8 @@ class DraftNode:
             if calls:
                 await self.executor.run(self._call_all, calls)
                 continue
-            self._wake.clear()
-            await self._wake.wait()
-
-    async def drain(self, grace_s: float, reason: str) -> None:
-        """Take no new session and wait for the running ones, at most `grace_s`."""
-        self._send(Send(Draining(grace_s=grace_s, reason=reason)))
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:
-            log.warning("%d sessions did not end within %g s", len(self.scheduler.sessions), grace_s)
+            self.wake.clear()
+            await self.wake.wait()
 
     def _run(self, calls: list[Callable[[], None]], step: DraftStep) -> DraftResult | Exception:
         """In the model's thread: open and free slots, then do the step."""
@@ -104,7 +87,7 @@ class DraftNode:
         for action in actions:
             match action:
                 case Send():
-                    self._send(action)
+                    self.send(action.message)
                 case OpenSlot(slot, sampling, num_prompt):
                     self._slot_calls.append(
                         lambda s=slot, p=sampling, n=num_prompt: self.runner.open(s, sampling=p, num_prompt=n)  # type: ignore[misc]
@@ -113,27 +96,13 @@ class DraftNode:
                     self._slot_calls.append(lambda s=slot: self.runner.close(s))  # type: ignore[misc]
                 case FrameAnswered():
                     self._trace_round(action, arrived_at)
-        if self.scheduler.sessions:
-            self._idle.clear()
-        else:
-            self._idle.set()
-        self._wake.set()
-
-    def _send(self, action: Send) -> None:
-        if self._link is None:
-            return
-        try:
-            self._link.send(action.message)
-        except QueueFull as exc:
-            # The relay does not read: the link is as good as lost. Sessions are told when its end is noticed.
-            log.warning("> %s", exc)
-            self._link.abort()
+        self.settle(len(self.scheduler.sessions))
 
     def _trace_round(self, answered: FrameAnswered, arrived_at: float) -> None:
         """Close a frame's round: the acceptance that answered it arrived at `arrived_at` and is applied now."""
-        if not self.trace.enabled or self._link is None:
+        if not self.trace.enabled or self.link is None:
             return
-        now = self._now()
+        now = self.now()
         finished = Round(
             started_at=answered.started_at,
             sent_at=answered.sent_at,
@@ -142,11 +111,7 @@ class DraftNode:
             draft_s=answered.draft_s,
             timing=answered.timing,
             relay_down_s=answered.acceptance.relay_s,
-            draft_hop_rtt_s=self._link.rtt_s or 0.0,
+            draft_hop_rtt_s=self.link.rtt_s or 0.0,
             verify_hop_rtt_s=answered.acceptance.hop_rtt_s,
         )
         self.trace.write("round", now, session=answered.session, **asdict(finished))
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()

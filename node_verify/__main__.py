@@ -21,8 +21,8 @@ from node_verify.scheduler import VerifyScheduler
 from speculation.selection import BestFirst
 from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals
 from wire.aio.trace import TraceWriter
-from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
-from wire.settings import setup_logging, ssl_context
+from wire.messages import ModelIdentity
+from wire.settings import setup_logging
 
 log = logging.getLogger("node_verify")
 
@@ -64,24 +64,7 @@ async def serve(config: VerifyConfig) -> int:
         stop_ids=identity.stop_ids,
         trace=trace,
     )
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        role="verify",
-        name=config.name,
-        region=config.region,
-        capacity=config.slots,
-        model=ModelIdentity(**asdict(identity)),
-    )
-
-    await run_node(
-        node,
-        stop,
-        url=config.relay,
-        secret=config.secret,
-        hello=hello,
-        ssl_context=ssl_context(config.relay, config.ca_file),
-        grace_s=config.grace_s,
-    )
+    await run_node(node, stop, config=config, role="verify", model=ModelIdentity(**asdict(identity)))
     await executor.close()
     trace.close()
     return EXIT_OK

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from wire.settings import add_node_arguments, parser, read_secret, whole
+from wire.settings import NodeConfig, add_node_arguments, node_values, parser, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(NodeConfig):
     """What `python -m node_verify` was told; units are in the names."""
 
-    relay: str
-    secret: str
-    name: str
-    region: str
-    model: str
-    dtype: str
-    slots: int
-    max_length: int
     max_rows: int
     patience_s: float
-    threads: int
-    self_check: bool
-    grace_s: float
-    log_level: str
-    trace: Path | None
-    ca_file: Path | None
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> VerifyConfig:
@@ -44,11 +29,6 @@ class VerifyConfig:
             "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
             help="auto: bfloat16 on a GPU, float32 on a CPU",
         )  # fmt: skip
-        args.add_argument("--slots", type=whole(1, 256), default=4, help="sessions served at a time")
-        args.add_argument(
-            "--max-length", type=whole(16, 1 << 20), default=2048,
-            help="most tokens of prompt + answer in a session; the cache is allocated for it",
-        )  # fmt: skip
         args.add_argument(
             "--max-rows", type=whole(1, 256), default=8, help="rows of a verify pass, the pending token included"
         )
@@ -57,21 +37,4 @@ class VerifyConfig:
             help="wait so long for candidates before decoding plainly; 0: never idle (the default)",
         )  # fmt: skip
         given = args.parse_args(argv)
-        return cls(
-            relay=given.relay,
-            secret=read_secret(args, given),
-            name=given.name,
-            region=given.region,
-            model=given.model,
-            dtype=given.dtype,
-            slots=given.slots,
-            max_length=given.max_length,
-            max_rows=given.max_rows,
-            patience_s=given.patience_ms / 1e3,
-            threads=given.threads,
-            self_check=given.self_check,
-            grace_s=given.grace_s,
-            log_level=given.log_level,
-            trace=given.trace,
-            ca_file=given.ca_file,
-        )
+        return cls(max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, **node_values(args, given))

@@ -19,11 +19,11 @@ from node_verify.scheduler import VerifyScheduler
 from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work
 from node_verify.text import AnswerText, DecodeStream
 from speculation.passes import VerifyResult
-from wire.aio.link import Link
+from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
 from wire.codec import decode
-from wire.errors import ProtocolError, QueueFull
-from wire.messages import Cancel, ChatMessage, Draining, Error, OpenSession
+from wire.errors import ProtocolError
+from wire.messages import Cancel, ChatMessage, Error, OpenSession
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     def decode_stream(self, prompt_ids: list[int]) -> DecodeStream: ...
 
 
-class VerifyNode:
+class VerifyNode(NodeShell):
     """Runs one target model for the sessions that the relay sends.
 
     Args:
@@ -57,6 +57,7 @@ class VerifyNode:
         stop_ids: tuple[int, ...],
         trace: TraceWriter,
     ) -> None:
+        super().__init__()
         self.scheduler = scheduler
         self.runner = runner
         self.executor = executor
@@ -66,21 +67,13 @@ class VerifyNode:
         self.stop_ids = stop_ids
         self.trace = trace
         self.draining = False
-        self._link: Link | None = None
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._slot_calls: list[Callable[[], None]] = []
         self._opening: set[asyncio.Task[None]] = set()
 
-    def on_link(self, link: Link) -> None:
-        """A link to the relay is up."""
-        self._link = link
-
     def on_link_lost(self) -> None:
         """The relay told the clients; their sessions end here too."""
-        self._link = None
-        now = self._now()
+        self.link = None
+        now = self.now()
         for session_id in list(self.scheduler.sessions):
             cancel = Cancel(session=session_id, reason="client gone")
             self._perform(self.scheduler.on_message(cancel, now))
@@ -91,11 +84,11 @@ class VerifyNode:
             message = decode(frame)
         except ProtocolError as exc:
             log.warning("< malformed frame: %s", exc)
-            self._send(Send(Error(code="malformed", message=str(exc))))
+            self.send(Error(code="malformed", message=str(exc)))
             return
         if isinstance(message, OpenSession):
             if self.draining:
-                self._send(Send(Error(session=message.session, code="draining", message="the verify node is draining")))
+                self.send(Error(session=message.session, code="draining", message="the verify node is draining"))
                 return
             actions = self.scheduler.on_opening(message.session, now)
             self._perform(actions)
@@ -109,12 +102,12 @@ class VerifyNode:
     async def feed_model(self) -> None:
         """Give the model work as long as there is any; raises `EngineDead` if its thread dies."""
         while True:
-            work = self.scheduler.next_work(self._now())
+            work = self.scheduler.next_work(self.now())
             calls, self._slot_calls = self._slot_calls, []
             if work is not None:
                 result = await self.executor.run(self._run, calls, work)
-                now = self._now()
-                hop_rtt_s = (self._link.rtt_s or 0.0) if self._link else 0.0
+                now = self.now()
+                hop_rtt_s = (self.link.rtt_s or 0.0) if self.link else 0.0
                 if self.trace.enabled:
                     self._trace_pass(work, result, now)
                 self._perform(self.scheduler.on_work_done(result, now, hop_rtt_s))
@@ -122,23 +115,17 @@ class VerifyNode:
             if calls:
                 await self.executor.run(self._call_all, calls)
                 continue
-            self._wake.clear()
+            self.wake.clear()
             try:
                 async with asyncio.timeout_at(self.scheduler.next_timer()):
-                    await self._wake.wait()
+                    await self.wake.wait()
             except TimeoutError:
                 continue
 
     async def drain(self, grace_s: float, reason: str) -> None:
         """Take no new session and wait for the running ones, at most `grace_s`."""
         self.draining = True
-        self._send(Send(Draining(grace_s=grace_s, reason=reason)))
-        self._wake.set()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:
-            log.warning("%d sessions did not end within %g s", len(self.scheduler.sessions), grace_s)
+        await super().drain(grace_s, reason)
 
     def _run(self, calls: list[Callable[[], None]], work: Work) -> VerifyResult | Exception | None:
         """In the model's thread: open and free slots, then do the work."""
@@ -171,7 +158,7 @@ class VerifyNode:
             log.exception("session %s: the request could not be read", message.session)
             self._perform(self.scheduler.on_refused(message.session, "bad_request", f"{type(exc).__name__}: {exc}"))
         else:
-            self._perform(self.scheduler.on_request(message.session, request, text, self._now()))
+            self._perform(self.scheduler.on_request(message.session, request, text, self.now()))
 
     def _encode(self, message: OpenSession) -> list[int]:
         if message.prompt_ids is not None:
@@ -188,7 +175,7 @@ class VerifyNode:
         for action in actions:
             match action:
                 case Send():
-                    self._send(action)
+                    self.send(action.message)
                 case OpenSlot(slot, sampling, tokens, num_prompt, stop_ids):
                     self._slot_calls.append(
                         lambda s=slot, p=sampling, t=tokens, n=num_prompt, i=stop_ids: self.runner.open(  # type: ignore[misc]
@@ -199,22 +186,8 @@ class VerifyNode:
                     self._slot_calls.append(lambda s=slot: self.runner.close(s))  # type: ignore[misc]
                 case SessionEnded(session, reason, report):
                     log.info("session %s ended: %s", session, reason)
-                    self.trace.write("session_ended", self._now(), session=session, reason=reason, report=report)
-        if self.scheduler.sessions:
-            self._idle.clear()
-        else:
-            self._idle.set()
-        self._wake.set()
-
-    def _send(self, action: Send) -> None:
-        if self._link is None:
-            return
-        try:
-            self._link.send(action.message)
-        except QueueFull as exc:
-            # The relay does not read: the link is as good as lost. Sessions are told when its end is noticed.
-            log.warning("> %s", exc)
-            self._link.abort()
+                    self.trace.write("session_ended", self.now(), session=session, reason=reason, report=report)
+        self.settle(len(self.scheduler.sessions))
 
     def _trace_pass(self, work: Work, result: VerifyResult | Exception | None, now: float) -> None:
         if isinstance(work, Verify) and isinstance(result, VerifyResult):
@@ -223,7 +196,3 @@ class VerifyNode:
                 num_tokens=len(result.tokens), num_accepted=len(result.rows), compute_s=result.compute_s,
                 overhead_s=result.overhead_s, began=self.scheduler.running_since,
             )  # fmt: skip
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()

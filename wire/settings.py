@@ -12,12 +12,34 @@ import os
 import ssl
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import configargparse
 
 SECRET_VARIABLE = "FOREDRAFT_SECRET"
 MIN_SECRET_CHARS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What draft and verify node are both told; units are in the names."""
+
+    relay: str
+    secret: str
+    name: str
+    region: str
+    model: str
+    dtype: str
+    slots: int
+    max_length: int
+    threads: int
+    self_check: bool
+    grace_s: float
+    log_level: str
+    trace: Path | None
+    ca_file: Path | None
 
 
 def parser(program: str, description: str) -> configargparse.ArgumentParser:
@@ -44,6 +66,11 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
     arguments.add_argument("--ca-file", type=Path, help="PEM file of a private certificate authority, for wss://")
     arguments.add_argument("--name", default=default_name, help="how the node is called in logs and errors")
     arguments.add_argument("--region", default="", help="where the node runs")
+    arguments.add_argument("--slots", type=whole(1, 256), default=4, help="sessions served at a time")
+    arguments.add_argument(
+        "--max-length", type=whole(16, 1 << 20), default=2048,
+        help="most tokens of prompt + answer in a session; the cache is allocated for it",
+    )  # fmt: skip
     arguments.add_argument("--threads", type=whole(1, 1024), default=1, help="threads of one forward pass on a CPU")
     arguments.add_argument(
         "--self-check", action=argparse.BooleanOptionalAction, default=True,
@@ -51,6 +78,14 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
     )  # fmt: skip
     arguments.add_argument("--grace-s", type=float, default=20.0, help="how long SIGTERM lets answers finish")
     arguments.add_argument("--trace", type=Path, help="write a JSONL trace of passes and rounds to this file")
+
+
+def node_values(arguments: configargparse.ArgumentParser, given: argparse.Namespace) -> dict[str, Any]:
+    """The values of `NodeConfig`'s fields."""
+    secret = read_secret(arguments, given)
+    return {
+        field.name: secret if field.name == "secret" else getattr(given, field.name) for field in fields(NodeConfig)
+    }
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

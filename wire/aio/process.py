@@ -6,14 +6,14 @@ import asyncio
 import json
 import logging
 import signal
-import ssl
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from wire.aio.dialer import LinkUser, keep_linked
 from wire.errors import WireError
-from wire.messages import Hello
+from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
+from wire.settings import NodeConfig, ssl_context
 
 log = logging.getLogger(__name__)
 
@@ -73,37 +73,34 @@ def announce(**fields: object) -> None:
     sys.stdout.flush()
 
 
-async def run_node(
-    node: Node,
-    stop: asyncio.Event,
-    *,
-    url: str,
-    secret: str,
-    hello: Hello,
-    ssl_context: ssl.SSLContext | None,
-    grace_s: float,
-) -> None:
+async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role: str, model: ModelIdentity) -> None:
     """Keep the node linked and its model fed until `stop`, then let its sessions finish.
 
     Raises:
         ExceptionGroup: of whatever ended it before: the relay turned it away, the model's thread died.
     """
-    assert hello.model is not None
-    name = hello.model.name
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        role=role,
+        name=config.name,
+        region=config.region,
+        capacity=config.slots,
+        model=model,
+    )
     async with asyncio.TaskGroup() as tasks:
         link = keep_linked(
             node,
-            url=url,
-            secret=secret,
+            url=config.relay,
+            secret=config.secret,
             hello=hello,
-            ssl_context=ssl_context,
-            on_first_link=lambda: announce(model=name),
+            ssl_context=ssl_context(config.relay, config.ca_file),
+            on_first_link=lambda: announce(model=model.name),
         )
         running = [
             tasks.create_task(node.feed_model(), name="feed model"),
             tasks.create_task(link, name="relay link"),
         ]
         await stop.wait()
-        await node.drain(grace_s, "the node was told to stop")
+        await node.drain(config.grace_s, "the node was told to stop")
         for task in running:
             task.cancel()
