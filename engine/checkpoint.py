@@ -144,21 +144,41 @@ class Checkpoint:
             )
         return lm
 
+    @cached_property
+    def _raw_config(self) -> dict[str, Any]:
+        raw: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
+        return raw
+
+    @cached_property
+    def _config_digest(self) -> str:
+        return hashlib.sha256(json.dumps(self._raw_config, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def weights(self) -> str:
+        """Digest of the weights, see `digest_weights`; read on first use."""
+        return digest_weights(self.directory, self._config_digest)
+
     def identity(self, *, num_layers: int | None = None) -> CheckpointIdentity:
         """What the handshake compares."""
-        raw: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
-        config_digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
         commit = self.directory.name if self.directory.parent.name == "snapshots" else ""
         return CheckpointIdentity(
             name=self.name if num_layers is None else f"{self.name} (first {num_layers} layers)",
-            revision=commit or config_digest[:16],
+            revision=commit or self._config_digest[:16],
             tokenizer=self.tokenizer.fingerprint,
             vocab_size=self.tokenizer.vocab_size,
             context_length=self.max_length,
             stop_ids=self.stop_ids,
-            weights=digest_weights(self.directory, config_digest),
-            drafts_for=str(raw.get("drafts_for", "")),
+            weights=self.weights,
+            drafts_for=str(self._raw_config.get("drafts_for", "")),
         )
+
+
+def choose_format(asked: str, *, on_cpu: str) -> tuple[str, str]:
+    """(dtype, device) for what --dtype asked; "auto" is bfloat16 on a GPU and `on_cpu` without one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked != "auto":
+        return asked, device
+    return ("bfloat16" if device == "cuda" else on_cpu), device
 
 
 def digest_weights(directory: Path, config_digest: str) -> str:

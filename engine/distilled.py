@@ -36,11 +36,10 @@ def load_distilled(folder: Path, target: Checkpoint, *, dtype: str, device: str)
         raise CheckpointError(f"{folder} is not a distilled drafter: {exc.filename} is missing") from exc
     except Exception as exc:
         raise CheckpointError(f"{folder} is not a distilled drafter: {exc!r}") from exc
-    found = target.identity().weights
-    if found != wanted:
+    if target.weights != wanted:
         raise CheckpointError(
             f"{folder} was distilled for {about.get('target', 'another target')} with weights {wanted[:12]}, "
-            f"not for {target.name} with weights {found[:12]}"
+            f"not for {target.name} with weights {target.weights[:12]}"
         )
     graft = Graft(ids=tensors.pop("ids").long(), tensors=tensors, first_layer=frozen)
     return target.load(dtype=dtype, device=device, num_layers=frozen + trained, graft=graft)

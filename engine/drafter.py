@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.errors import CacheError, EngineError
+from engine.errors import CacheError
 from engine.model import CachedModel
 from engine.sampler import Sampler
+from engine.slots import Slots, one_by_one
 from speculation.passes import Child, DraftResult, DraftStep, Sampling
 
 
@@ -40,7 +41,7 @@ class HFDrafter:
         self._model = model
         self._vocab_size = vocab_size
         self._max_children = max_children
-        self._sessions: list[_Session | None] = [None] * model.num_slots
+        self._sessions: Slots[_Session] = Slots(model.num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -64,30 +65,19 @@ class HFDrafter:
         Raises:
             CacheError: the slot is in use.
         """
-        if self._sessions[slot] is not None:
-            raise CacheError(f"slot {slot} is in use")
-        self._sessions[slot] = _Session(
-            Sampler(sampling, num_prompt=num_prompt, stop_ids=(), vocab_size=self._vocab_size)
-        )
+        sampler = Sampler(sampling, num_prompt=num_prompt, stop_ids=(), vocab_size=self._vocab_size)
+        self._sessions.open(slot, _Session(sampler))
 
     def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
-        results: list[DraftResult | Exception] = []
-        for request in batch:
-            try:
-                results.append(self._step(request))
-            except EngineError as exc:
-                results.append(exc)
-        return results
+        return one_by_one(batch, self._step)
 
     def close(self, slot: int) -> None:
-        self._sessions[slot] = None
+        self._sessions.close(slot)
         self._model.clear(slot)
 
     def _step(self, request: DraftStep) -> DraftResult:
         started = time.perf_counter()
-        slot, session = request.slot, self._sessions[request.slot]
-        if session is None:
-            raise CacheError(f"slot {slot} is not open")
+        session = self._sessions[request.slot]
         run_before = self._model.run_s
         self._settle(session, request)
         self._check(session, request)

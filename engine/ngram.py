@@ -13,7 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from engine.errors import CacheError, EngineError
+from engine.errors import CacheError
+from engine.slots import Slots, one_by_one
 from speculation.passes import Child, DraftResult, DraftStep, Sampling
 
 
@@ -75,16 +76,15 @@ class NgramDrafter:
     ) -> None:
         if not 1 <= min_order <= max_order:
             raise ValueError(f"orders must ascend from 1, got {min_order}..{max_order}")
-        self._num_slots = num_slots
         self._max_length = max_length
         self._max_rows = max_rows
         self._max_children = max_children
         self._orders = (min_order, max_order)
-        self._sessions: list[_Session | None] = [None] * num_slots
+        self._sessions: Slots[_Session] = Slots(num_slots)
 
     @property
     def num_slots(self) -> int:
-        return self._num_slots
+        return self._sessions.num_slots
 
     @property
     def max_length(self) -> int:
@@ -104,27 +104,17 @@ class NgramDrafter:
         Raises:
             CacheError: the slot is in use.
         """
-        if self._sessions[slot] is not None:
-            raise CacheError(f"slot {slot} is in use")
-        self._sessions[slot] = _Session(*self._orders)
+        self._sessions.open(slot, _Session(*self._orders))
 
     def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
-        results: list[DraftResult | Exception] = []
-        for request in batch:
-            try:
-                results.append(self._step(request))
-            except EngineError as exc:
-                results.append(exc)
-        return results
+        return one_by_one(batch, self._step)
 
     def close(self, slot: int) -> None:
-        self._sessions[slot] = None
+        self._sessions.close(slot)
 
     def _step(self, request: DraftStep) -> DraftResult:
         started = time.perf_counter()
         session = self._sessions[request.slot]
-        if session is None:
-            raise CacheError(f"slot {request.slot} is not open")
         self._settle(session, request)
         if request.commit_start != len(session.tokens):
             raise CacheError(f"commit starts at {request.commit_start}, but {len(session.tokens)} tokens are known")

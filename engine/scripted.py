@@ -9,18 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from engine.errors import CacheError, NumericalError
 from engine.sampler import Sampler
 from engine.scripted_logits import LogitsFn, NextTokensFn, Prefix, as_row
+from engine.slots import Slots
 from speculation.passes import Child, DraftResult, DraftStep, Sampling, TokenLogprob, VerifyPass, VerifyResult
 from speculation.walk import walk
 
 DelayFn = Callable[[int], float]
 """Seconds that a pass over so many rows takes; they are slept, in the thread that calls."""
-
-S = TypeVar("S")
 
 
 @dataclass(slots=True)
@@ -61,24 +59,24 @@ class ScriptedTarget:
         self.vocab_size = vocab_size
         self.delay_s = delay_s
         self.passes: list[VerifyPass] = []
-        self._slots: dict[int, TargetSlot] = {}
+        self._slots: Slots[TargetSlot] = Slots(num_slots)
 
     def open(
         self, slot: int, *, sampling: Sampling, tokens: Sequence[int], num_prompt: int, stop_ids: Sequence[int]
     ) -> None:
         """See `TargetRunner.open`."""
-        _check_free(slot, self._slots, self.num_slots)
+        self._slots.check_free(slot)
         if not 1 <= num_prompt <= len(tokens) < self.max_length:
             raise CacheError(
                 f"slot {slot}: {len(tokens)} tokens with a prompt of {num_prompt} do not fit in {self.max_length}"
             )
         sampler = Sampler(sampling, num_prompt=num_prompt, stop_ids=stop_ids, vocab_size=self.vocab_size)
         sampler.commit(tokens)
-        self._slots[slot] = TargetSlot(sampler, list(tokens), tuple(stop_ids))
+        self._slots.open(slot, TargetSlot(sampler, list(tokens), tuple(stop_ids)))
 
     def prefill(self, slot: int, start: int, end: int) -> None:
         """See `TargetRunner.prefill`."""
-        session = _opened(slot, self._slots)
+        session = self._slots[slot]
         if start != session.num_cached or not start <= end <= len(session.tokens) - 1:
             raise CacheError(
                 f"slot {slot}: prefill of {start}..{end} with {session.num_cached} cached of {len(session.tokens)}"
@@ -100,10 +98,10 @@ class ScriptedTarget:
 
     def close(self, slot: int) -> None:
         """Free the slot. Closing a free slot does nothing."""
-        self._slots.pop(slot, None)
+        self._slots.close(slot)
 
     def _check(self, request: VerifyPass) -> None:
-        session = _opened(request.slot, self._slots)
+        session = self._slots[request.slot]
         where = f"slot {request.slot}"
         if request.start != len(session.tokens) or session.num_cached != request.start - 1:
             raise CacheError(
@@ -197,12 +195,11 @@ class ScriptedDrafter:
         self.vocab_size = vocab_size
         self.delay_s = delay_s
         self.steps: list[DraftStep] = []
-        self._slots: dict[int, DraftSlot] = {}
+        self._slots: Slots[DraftSlot] = Slots(num_slots)
 
     def open(self, slot: int, *, sampling: Sampling, num_prompt: int) -> None:
         """See `DraftRunner.open`."""
-        _check_free(slot, self._slots, self.num_slots)
-        self._slots[slot] = DraftSlot(Sampler(sampling, num_prompt=num_prompt, vocab_size=self.vocab_size))
+        self._slots.open(slot, DraftSlot(Sampler(sampling, num_prompt=num_prompt, vocab_size=self.vocab_size)))
 
     def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
         """See `DraftRunner.step`."""
@@ -217,11 +214,11 @@ class ScriptedDrafter:
 
     def close(self, slot: int) -> None:
         """Free the slot. Closing a free slot does nothing."""
-        self._slots.pop(slot, None)
+        self._slots.close(slot)
 
     def _settle(self, step: DraftStep) -> tuple[list[int], dict[int, Prefix]]:
         """The slot's committed tokens and tree rows after the step, with the new rows."""
-        session = _opened(step.slot, self._slots)
+        session = self._slots[step.slot]
         where = f"slot {step.slot}"
         tokens, held = list(session.tokens), dict(session.rows)
         for node in step.accepted:
@@ -282,19 +279,6 @@ class ScriptedDrafter:
         assert self.logits_fn is not None
         path = prefix[len(session.tokens) :]
         return tuple(session.sampler.propose(as_row(self.logits_fn(prefix)), len(prefix), path, num))
-
-
-def _check_free(slot: int, slots: dict[int, TargetSlot] | dict[int, DraftSlot], num_slots: int) -> None:
-    if not 0 <= slot < num_slots:
-        raise CacheError(f"slot {slot} does not exist, there are {num_slots}")
-    if slot in slots:
-        raise CacheError(f"slot {slot} is taken")
-
-
-def _opened(slot: int, slots: dict[int, S]) -> S:
-    if slot not in slots:
-        raise CacheError(f"slot {slot} is not open")
-    return slots[slot]
 
 
 def _sleep(delay_s: DelayFn | None, num_rows: int) -> None:

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.errors import CacheError, EngineError, NumericalError
+from engine.errors import CacheError, NumericalError
 from engine.model import CachedModel
 from engine.sampler import Sampler
+from engine.slots import Slots, one_by_one
 from speculation.passes import Sampling, TokenLogprob, VerifyPass, VerifyResult
 from speculation.walk import Walk, walk
 
@@ -39,7 +40,7 @@ class HFTarget:
     def __init__(self, model: CachedModel, *, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
-        self._sessions: list[_Session | None] = [None] * model.num_slots
+        self._sessions: Slots[_Session] = Slots(model.num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -61,19 +62,18 @@ class HFTarget:
         Raises:
             CacheError: the slot is in use, or the tokens leave no room for another.
         """
-        if self._sessions[slot] is not None:
-            raise CacheError(f"slot {slot} is in use")
+        self._sessions.check_free(slot)
         if not 0 < len(tokens) < self.max_length:
             raise CacheError(f"{len(tokens)} tokens leave no room in a slot of {self.max_length}")
         if not all(0 <= token < self._vocab_size for token in tokens):
             raise CacheError(f"token ids must be in 0..{self._vocab_size - 1}")
         sampler = Sampler(sampling, num_prompt=num_prompt, stop_ids=stop_ids, vocab_size=self._vocab_size)
         sampler.commit(tokens)
-        self._sessions[slot] = _Session(tokens, sampler, stop_ids)
+        self._sessions.open(slot, _Session(tokens, sampler, stop_ids))
 
     def prefill(self, slot: int, start: int, end: int) -> None:
         """See `TargetRunner.prefill`. Longer ranges than one pass takes are run in several."""
-        session = self._session(slot)
+        session = self._sessions[slot]
         cached = self._model.rows[slot].length
         if start != cached or not start <= end < len(session.tokens):
             raise CacheError(
@@ -86,27 +86,15 @@ class HFTarget:
             self._model.forward(slot, tokens, num_committed=len(tokens), num_logits=1)
 
     def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
-        results: list[VerifyResult | Exception] = []
-        for request in batch:
-            try:
-                results.append(self._verify(request))
-            except EngineError as exc:
-                results.append(exc)
-        return results
+        return one_by_one(batch, self._verify)
 
     def close(self, slot: int) -> None:
-        self._sessions[slot] = None
+        self._sessions.close(slot)
         self._model.clear(slot)
-
-    def _session(self, slot: int) -> _Session:
-        session = self._sessions[slot]
-        if session is None:
-            raise CacheError(f"slot {slot} is not open")
-        return session
 
     def _verify(self, request: VerifyPass) -> VerifyResult:
         started = time.perf_counter()
-        slot, session = request.slot, self._session(request.slot)
+        slot, session = request.slot, self._sessions[request.slot]
         base = self._model.rows[slot].length  # row of the pending token
         if request.start != len(session.tokens) or base != request.start - 1:
             raise CacheError(

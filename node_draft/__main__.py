@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import Checkpoint, CheckpointIdentity
+from engine.checkpoint import Checkpoint, CheckpointIdentity, choose_format
 from engine.distilled import load_distilled
 from engine.drafter import HFDrafter
 from engine.errors import EngineError
@@ -40,11 +40,8 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
         drafter = NgramDrafter(num_slots=config.slots, max_length=checkpoint.max_length)
         return checkpoint.identity(), drafter
     kind, _, which = config.drafter.partition(":")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = config.dtype
-    if dtype == "auto":
-        # No format of the drafter can change the output, so the cheapest one serves.
-        dtype = "bfloat16" if device == "cuda" else "int8" if kind == "distilled" else "float32"
+    # No format of the drafter can change the output, so the cheapest one serves.
+    dtype, device = choose_format(config.dtype, on_cpu="int8" if kind == "distilled" else "float32")
     log.info("loading %s, %s, as %s on %s", checkpoint.name, config.drafter, dtype, device)
     if kind == "distilled":
         lm = load_distilled(Path(which), checkpoint, dtype=dtype, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 from engine.executor import ModelExecutor
 from engine.runner import DraftRunner
@@ -14,9 +15,6 @@ from speculation.ledger import Round
 from speculation.passes import DraftResult, DraftStep
 from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
-from wire.codec import decode
-from wire.errors import ProtocolError
-from wire.messages import Error
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,6 @@ class DraftNode(NodeShell):
         self.runner = runner
         self.executor = executor
         self.trace = trace
-        self._slot_calls: list[Callable[[], None]] = []
 
     def on_link_lost(self) -> None:
         """The relay has unpaired us: whatever we drafted goes nowhere."""
@@ -42,11 +39,8 @@ class DraftNode(NodeShell):
 
     def on_frame(self, frame: bytes, now: float) -> None:
         """Handle one frame from the relay."""
-        try:
-            message = decode(frame)
-        except ProtocolError as exc:
-            log.warning("< malformed frame: %s", exc)
-            self.send(Error(code="malformed", message=str(exc)))
+        message = self.read(frame)
+        if message is None:
             return
         self._perform(self.scheduler.on_message(message, now), now)
 
@@ -55,7 +49,7 @@ class DraftNode(NodeShell):
         while True:
             step, actions = self.scheduler.next_step(self.now())
             self._perform(actions, self.now())
-            calls, self._slot_calls = self._slot_calls, []
+            calls = self.take_slot_calls()
             if step is not None:
                 began = self.now()
                 result = await self.executor.run(self._run, calls, step)
@@ -68,20 +62,15 @@ class DraftNode(NodeShell):
                 self._perform(self.scheduler.on_step_done(result, now), now)
                 continue
             if calls:
-                await self.executor.run(self._call_all, calls)
+                await self.executor.run(self.call_all, calls)
                 continue
             self.wake.clear()
             await self.wake.wait()
 
     def _run(self, calls: list[Callable[[], None]], step: DraftStep) -> DraftResult | Exception:
         """In the model's thread: open and free slots, then do the step."""
-        self._call_all(calls)
+        self.call_all(calls)
         return self.runner.step([step])[0]
-
-    @staticmethod
-    def _call_all(calls: list[Callable[[], None]]) -> None:
-        for call in calls:
-            call()
 
     def _perform(self, actions: list[Action], arrived_at: float) -> None:
         for action in actions:
@@ -89,11 +78,10 @@ class DraftNode(NodeShell):
                 case Send():
                     self.send(action.message)
                 case OpenSlot(slot, sampling, num_prompt):
-                    self._slot_calls.append(
-                        lambda s=slot, p=sampling, n=num_prompt: self.runner.open(s, sampling=p, num_prompt=n)  # type: ignore[misc]
-                    )
+                    call = partial(self.runner.open, slot, sampling=sampling, num_prompt=num_prompt)
+                    self.call_before_next_work(call)
                 case CloseSlot(slot):
-                    self._slot_calls.append(lambda s=slot: self.runner.close(s))  # type: ignore[misc]
+                    self.call_before_next_work(partial(self.runner.close, slot))
                 case FrameAnswered():
                     self._trace_round(action, arrived_at)
         self.settle(len(self.scheduler.sessions))

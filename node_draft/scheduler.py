@@ -2,8 +2,8 @@
 
 A session's life:
 
-    LOADING    its prefix is still arriving in parts
-    DRAFTING   its tree is grown as the growth policy says, past everything in flight
+    loading    its prefix is still arriving in parts: it has no tree yet
+    drafting   its tree is grown as the growth policy says, past everything in flight
     (released) forgotten; whatever still arrives for it is stale
 
 One step of the model is in work at a time. Acceptances that come meanwhile are applied to the tree at once; the
@@ -28,7 +28,6 @@ from node_draft.session import (
     Send,
     SentFrame,
     Session,
-    State,
 )
 from speculation.growth import GrowthPolicy
 from speculation.passes import DraftResult, DraftStep, NodeRow
@@ -117,7 +116,7 @@ class DraftScheduler:
             self.sessions[session.id] = session
             self._turns[session.id] = None
             actions.append(OpenSlot(session.slot, session.sampling, session.num_prompt))
-        if session.state is State.LOADING:
+        if session.tree is None:
             session.parts[prefix.start] = prefix.tokens
             actions += self._load(session)
         return actions
@@ -248,7 +247,6 @@ class DraftScheduler:
             return [*self.on_release(session.id), Send(Error(session=session.id, code="malformed", message=message))]
         session.parts.clear()
         session.tree = Tree(tokens)
-        session.state = State.DRAFTING
         return []
 
     def _plan(self, session: Session) -> DraftStep | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from speculation.passes import Sampling
 from speculation.tree import Tree
@@ -49,13 +48,6 @@ class FrameAnswered:
 Action = Send | OpenSlot | CloseSlot | FrameAnswered
 
 
-class State(Enum):
-    """See the docstring of `node_draft/scheduler.py`."""
-
-    LOADING = auto()
-    DRAFTING = auto()
-
-
 @dataclass(slots=True)
 class Counters:
     """What the drafter did, for metrics and traces."""
@@ -91,9 +83,9 @@ class Session:
     digest: str
     num_prompt: int
     sampling: Sampling
-    state: State = State.LOADING
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     tree: Tree | None = None
+    """None while the prefix is loading."""
     num_cached: int = 0
     """Committed rows of the cache, once the next step has settled it."""
     cached: set[int] = field(default_factory=set)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import torch
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, choose_format
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
 from engine.model import CachedModel
@@ -31,8 +31,7 @@ def load(config: VerifyConfig) -> tuple[Checkpoint, HFTarget]:
     """Load the model, and check that it scores a tree of candidates as it scores each path alone."""
     torch.set_num_threads(config.threads)
     checkpoint = Checkpoint(config.model, max_length=config.max_length)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    dtype, device = choose_format(config.dtype, on_cpu="float32")
     log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
     lm = checkpoint.load(dtype=dtype, device=device)
     model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from engine.executor import ModelExecutor
@@ -21,8 +22,6 @@ from node_verify.text import AnswerText, DecodeStream
 from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
-from wire.codec import decode
-from wire.errors import ProtocolError
 from wire.messages import Cancel, ChatMessage, Error, OpenSession
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,6 @@ class VerifyNode(NodeShell):
         self.stop_ids = stop_ids
         self.trace = trace
         self.draining = False
-        self._slot_calls: list[Callable[[], None]] = []
         self._opening: set[asyncio.Task[None]] = set()
 
     def on_link_lost(self) -> None:
@@ -79,12 +77,9 @@ class VerifyNode(NodeShell):
             self._perform(self.scheduler.on_message(cancel, now))
 
     def on_frame(self, frame: bytes, now: float) -> None:
-        """Handle one frame from the relay; a malformed one costs its sender an answer, nobody else anything."""
-        try:
-            message = decode(frame)
-        except ProtocolError as exc:
-            log.warning("< malformed frame: %s", exc)
-            self.send(Error(code="malformed", message=str(exc)))
+        """Handle one frame from the relay."""
+        message = self.read(frame)
+        if message is None:
             return
         if isinstance(message, OpenSession):
             if self.draining:
@@ -103,7 +98,7 @@ class VerifyNode(NodeShell):
         """Give the model work as long as there is any; raises `EngineDead` if its thread dies."""
         while True:
             work = self.scheduler.next_work(self.now())
-            calls, self._slot_calls = self._slot_calls, []
+            calls = self.take_slot_calls()
             if work is not None:
                 result = await self.executor.run(self._run, calls, work)
                 now = self.now()
@@ -113,7 +108,7 @@ class VerifyNode(NodeShell):
                 self._perform(self.scheduler.on_work_done(result, now, hop_rtt_s))
                 continue
             if calls:
-                await self.executor.run(self._call_all, calls)
+                await self.executor.run(self.call_all, calls)
                 continue
             self.wake.clear()
             try:
@@ -129,16 +124,11 @@ class VerifyNode(NodeShell):
 
     def _run(self, calls: list[Callable[[], None]], work: Work) -> VerifyResult | Exception | None:
         """In the model's thread: open and free slots, then do the work."""
-        self._call_all(calls)
+        self.call_all(calls)
         if isinstance(work, Prefill):
             self.runner.prefill(work.slot, work.start, work.end)
             return None
         return self.runner.verify([work.request])[0]
-
-    @staticmethod
-    def _call_all(calls: list[Callable[[], None]]) -> None:
-        for call in calls:
-            call()
 
     async def _open(self, message: OpenSession) -> None:
         """Tokenize off the loop, then tell the scheduler."""
@@ -177,13 +167,17 @@ class VerifyNode(NodeShell):
                 case Send():
                     self.send(action.message)
                 case OpenSlot(slot, sampling, tokens, num_prompt, stop_ids):
-                    self._slot_calls.append(
-                        lambda s=slot, p=sampling, t=tokens, n=num_prompt, i=stop_ids: self.runner.open(  # type: ignore[misc]
-                            s, sampling=p, tokens=t, num_prompt=n, stop_ids=i
-                        )
+                    call = partial(
+                        self.runner.open,
+                        slot,
+                        sampling=sampling,
+                        tokens=tokens,
+                        num_prompt=num_prompt,
+                        stop_ids=stop_ids,
                     )
+                    self.call_before_next_work(call)
                 case CloseSlot(slot):
-                    self._slot_calls.append(lambda s=slot: self.runner.close(s))  # type: ignore[misc]
+                    self.call_before_next_work(partial(self.runner.close, slot))
                 case SessionEnded(session, reason, report):
                     log.info("session %s ended: %s", session, reason)
                     self.trace.write("session_ended", self.now(), session=session, reason=reason, report=report)

@@ -116,7 +116,7 @@ class VerifyScheduler:
 
     def on_message(self, message: Message, now: float) -> list[Action]:
         """Handle whatever the relay delivers for a session that exists; the rest is stale."""
-        session = self.sessions.get(message.session) if hasattr(message, "session") else None
+        session = self.sessions.get(getattr(message, "session", None) or "")
         if session is None:
             self.num_stale_messages += 1
             return []

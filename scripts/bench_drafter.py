@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,8 @@ from engine.hf import CausalLM
 from engine.model import CachedModel
 from engine.sampler import Sampler
 from engine.target import HFTarget
-from scripts.demo import cpu_name
 from scripts.heldout import heldout_prompts
+from scripts.results import Goal, write_results
 from speculation.passes import Sampling, VerifyPass
 
 SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, seed=1)}
@@ -173,41 +171,31 @@ def main() -> None:
         print(name, json.dumps({k: entry[k] for k in entry if "T=" not in k and k != "greedy"}), flush=True)
         print("   greedy chat", json.dumps(entry["greedy"]["chat"]), flush=True)
     if args.results:
-        write_results(args, measured, target_ms)
+        report(args, measured, target_ms)
     if args.picture:
         draw(args.picture, measured, target_ms)
 
 
-def write_results(args: argparse.Namespace, measured: dict[str, Any], target_ms: float) -> None:
+def report(args: argparse.Namespace, measured: dict[str, Any], target_ms: float) -> None:
     """Write the figures and the goals of the shipped drafter."""
     shipped = measured[args.shipped]
     chat = shipped["greedy"]["chat"]
     share = shipped["share of a one-row target pass"]
-    goals = [
-        {
-            "name": "top-1 hit rate, greedy chat",
-            "goal": ">= 0.60",
-            "measured": chat["top1"],
-            "met": chat["top1"] >= 0.6,
+    write_results(
+        args.results,
+        command="taskset -c 0 python scripts/bench_drafter.py ... --results docs/results/drafter.json",
+        packages=("torch", "transformers"),
+        models={"target": Path(args.target).name, "shipped": args.shipped},
+        parameters={
+            "prompts": len(heldout_prompts()), "answer tokens": args.tokens, "drafter dtype": args.dtype, "threads": 1,
         },
-        {
-            "name": "top-4 hit rate, greedy chat",
-            "goal": ">= 0.80",
-            "measured": chat["top4"],
-            "met": chat["top4"] >= 0.8,
-        },
-        {"name": "draft step over one-row target pass", "goal": "<= 0.1", "measured": share, "met": share <= 0.1},
-    ]
-    result = {
-        "command": "taskset -c 0 python scripts/bench_drafter.py ... --results docs/results/drafter.json",
-        "machine": {"cpu": cpu_name(), "python": platform.python_version(), "threads": 1},
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "models": {"target": Path(args.target).name, "shipped": args.shipped},
-        "parameters": {"prompts": len(heldout_prompts()), "answer tokens": args.tokens, "drafter dtype": args.dtype},
-        "figures": {"one-row target pass, float32, ms": round(target_ms, 2), "drafters": measured},
-        "goals": goals,
-    }
-    args.results.write_text(json.dumps(result, indent=1) + "\n")
+        figures={"one-row target pass, float32, ms": round(target_ms, 2), "drafters": measured},
+        goals=[
+            Goal("top-1 hit rate, greedy chat", ">= 0.60", chat["top1"], chat["top1"] >= 0.6),
+            Goal("top-4 hit rate, greedy chat", ">= 0.80", chat["top4"], chat["top4"] >= 0.8),
+            Goal("draft step over one-row target pass", "<= 0.1", share, share <= 0.1),
+        ],
+    )  # fmt: skip
 
 
 def draw(path: Path, measured: dict[str, Any], target_ms: float) -> None:

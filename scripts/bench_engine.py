@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from engine.hf import CausalLM
 from engine.model import CachedModel
 from engine.products import Dense, Int8
 from engine.tiny import tiny_checkpoint
-from scripts.demo import cpu_name
+from scripts.results import Goal, write_results
 
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 1024, 4096)
@@ -236,10 +234,10 @@ def main() -> None:
         figures["llama.cpp F32, ms per pass"] = llama_bench(args.llama_bench, args.gguf)
         print(figures["llama.cpp F32, ms per pass"], flush=True)
     if args.results:
-        write_results(args, figures)
+        report(args, figures)
 
 
-def write_results(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+def report(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     """Write the figures with the goals."""
     verify, draft = figures["verify, float32"], figures["draft, int8"]
     one_row = verify["ms per pass, by context and rows"]["128"]["1"]
@@ -258,20 +256,18 @@ def write_results(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     if "llama.cpp F32, ms per pass" in figures:
         ratio = round(one_row / figures["llama.cpp F32, ms per pass"]["1"], 3)
         goals.append(("one-row verify pass over llama.cpp, F32", "<= 1.3", ratio, 1.3))
-    result = {
-        "command": "taskset -c 0 python scripts/bench_engine.py --target DIR --drafter DIR --results FILE",
-        "machine": {"cpu": cpu_name(), "python": platform.python_version(), "threads": 1},
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "models": {"target": Path(args.target).name, "drafter": Path(args.drafter).name},
-        "parameters": {"rows": ROWS, "contexts": CONTEXTS, "median of": 15},
-        "figures": figures,
-        "goals": [
-            {"name": n, "goal": g, "measured": m, "met": m >= limit if g.startswith(">") else m <= limit}
-            for n, g, m, limit in goals
-        ],
-    }
-    args.results.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["goals"]))
+    held = [Goal(name, goal, measured, measured <= limit) for name, goal, measured, limit in goals]
+    write_results(
+        args.results,
+        command="taskset -c 0 python scripts/bench_engine.py --target DIR --drafter DIR --results FILE",
+        packages=("torch", "transformers"),
+        models={"target": Path(args.target).name, "drafter": Path(args.drafter).name},
+        parameters={"rows": ROWS, "contexts": CONTEXTS, "median of": 15, "threads": 1},
+        figures=figures,
+        goals=held,
+    )
+    for goal in held:
+        print(goal)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import secrets
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ if __package__ in (None, ""):
 from relay.client import Delta, Finished, StreamClient
 from scripts.demo_model import DemoModelError, ensure_demo_checkpoint
 from scripts.processes import Part, Parts, StartFailed
+from scripts.results import Goal, write_results
 from speculation.ledger import Ledger, Round
 from wire.errors import WireError
 from wire.messages import RoundTiming
@@ -170,11 +168,11 @@ async def run(args: argparse.Namespace) -> int:
     if bad := {name: code for name, code in codes.items() if code != 0}:
         print(f"demo: these processes did not end well: {bad}", file=sys.stderr)
     if args.results:
-        write_results(args, with_draft, by_itself, equal, ledger, relay_rest_mb, model)
+        report(args, with_draft, by_itself, equal, ledger, relay_rest_mb, model)
     return 0 if equal and not bad else 1
 
 
-def write_results(
+def report(
     args: argparse.Namespace,
     with_draft: dict[str, float],
     alone: dict[str, float],
@@ -186,38 +184,34 @@ def write_results(
     """Write `docs/results/demo.json`."""
     unaccounted = ledger.unaccounted_share
     goals = [
-        {"name": "streamed tokens equal those of the target alone", "goal": True, "measured": equal, "met": equal},
-        {"name": "unaccounted share of a round", "goal": f"<= {UNACCOUNTED_GOAL}", "measured": round(unaccounted, 4),
-         "met": abs(unaccounted) <= UNACCOUNTED_GOAL},
-        {"name": "relay resident at rest, MB", "goal": f"< {RELAY_MEMORY_GOAL_MB}", "measured": round(relay_rest_mb, 1),
-         "met": relay_rest_mb < RELAY_MEMORY_GOAL_MB},
+        Goal("streamed tokens equal those of the target alone", True, equal, equal),
+        Goal(
+            "unaccounted share of a round", f"<= {UNACCOUNTED_GOAL}", round(unaccounted, 4),
+            abs(unaccounted) <= UNACCOUNTED_GOAL,
+        ),
+        Goal(
+            "relay resident at rest, MB", f"< {RELAY_MEMORY_GOAL_MB}", round(relay_rest_mb, 1),
+            relay_rest_mb < RELAY_MEMORY_GOAL_MB,
+        ),
     ]  # fmt: skip
-    result = {
-        "command": "python scripts/demo.py --results docs/results/demo.json",
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": {name: version(name) for name in ("torch", "transformers", "websockets", "orjson")},
-        "models": {"target": Path(model).name, "drafter": f"{Path(args.draft_model or model).name}, {args.drafter}"},
-        "parameters": {
+    write_results(
+        Path(args.results),
+        command="python scripts/demo.py --results docs/results/demo.json",
+        packages=("torch", "transformers", "websockets", "orjson"),
+        models={"target": Path(model).name, "drafter": f"{Path(args.draft_model or model).name}, {args.drafter}"},
+        parameters={
             "rtt_ms": args.rtt_ms, "growth": args.growth, "max_tokens": args.max_tokens,
             "temperature": args.temperature, "seed": args.seed, "question": args.question,
             "pinning": "verify on core 0, draft on core 1, one thread each",
         },
-        "figures": {
+        figures={
             "with_draft": with_draft,
             "target_alone": alone,
             "ratio_to_target_alone": with_draft["tokens_per_s"] / alone["tokens_per_s"],
             "ledger": ledger.figures(),
         },
-        "goals": goals,
-    }  # fmt: skip
-    Path(args.results).write_text(json.dumps(result, indent=1) + "\n")
-
-
-def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+        goals=goals,
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

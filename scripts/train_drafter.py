@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,18 @@ def frequent_tokens(data: Sequences, size: int, width: int, always: list[int]) -
     return counts.topk(size).indices.sort().values
 
 
+def through_layers(layers: Iterable[Any], hidden: Tensor, rotary: Any) -> Iterator[Tensor]:
+    """The states [batch, length, dim] after each decoder layer, with a causal mask."""
+    length = hidden.shape[1]
+    positions = torch.arange(length)[None]
+    embeddings = rotary(hidden, positions)
+    mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    for layer in layers:
+        out = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=embeddings)
+        hidden = out[0] if isinstance(out, tuple) else out
+        yield hidden
+
+
 class Drafter(torch.nn.Module):
     """The trained part: decoder layers, final norm, and the (frozen) reduced head."""
 
@@ -105,13 +118,7 @@ class Drafter(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [batch, length, dim] from the frozen layers -> states [batch, length, dim] before the head."""
-        length = hidden.shape[1]
-        positions = torch.arange(length)[None]
-        embeddings = self.rotary(hidden, positions)
-        mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-        for layer in self.layers:
-            out = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=embeddings)
-            hidden = out[0] if isinstance(out, tuple) else out
+        *_, hidden = through_layers(self.layers, hidden, self.rotary)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -122,16 +129,9 @@ def target_states(target: Any, num_frozen: int, data: Sequences) -> tuple[list[T
     base = target.model
     states, finals = [], []
     for ids in data.ids:
-        hidden = base.embed_tokens(ids[None])
-        positions = torch.arange(len(ids))[None]
-        embeddings = base.rotary_emb(hidden, positions)
-        mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()[None, None]
-        for i, layer in enumerate(base.layers):
-            if i == num_frozen:
-                states.append(hidden[0].to(torch.bfloat16))
-            out = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=embeddings)
-            hidden = out[0] if isinstance(out, tuple) else out
-        finals.append(base.norm(hidden)[0].to(torch.bfloat16))
+        after = [embedded := base.embed_tokens(ids[None]), *through_layers(base.layers, embedded, base.rotary_emb)]
+        states.append(after[num_frozen][0].to(torch.bfloat16))
+        finals.append(base.norm(after[-1])[0].to(torch.bfloat16))
     return states, finals
 
 
@@ -273,7 +273,7 @@ def main() -> None:
     batches = [order[i : i + args.batch] for i in range(0, len(order), args.batch)]
     about = {
         "target": Path(args.target).name,
-        "target_weights": Checkpoint(args.target).identity().weights,
+        "target_weights": Checkpoint(args.target).weights,
         "frozen_layers": args.frozen,
         "trained_layers": args.layers,
         "vocab": args.vocab,

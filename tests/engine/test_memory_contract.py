@@ -28,10 +28,6 @@ def make_model(lm: CausalLM, **sizes: int) -> CachedModel:
     return CachedModel(lm, **({"num_slots": 2, "max_length": 160, "max_tree_rows": 16} | sizes))
 
 
-def tokens_of(model: CachedModel, slot: int, known: dict[int, list[int]]) -> list[int]:
-    return known[slot][: model.rows[slot].length]
-
-
 def test_a_thousand_mixed_steps_leave_addresses_and_logits_right(lm: CausalLM) -> None:
     model = make_model(lm)
     addresses = model.addresses()

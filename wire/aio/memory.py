@@ -1,7 +1,7 @@
 """A link without sockets: latency, loss, duplication and reordering, seeded.
 
-`LinkModel` is pure and says when copies of a frame arrive; the simulator drives it under its own clock. `memory_link`
-is a pair of endpoints over it under asyncio.
+`LinkModel` is pure and says when copies of a frame arrive, so that tests drive it under a clock of their own.
+`memory_link` is a pair of endpoints over it under asyncio.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""What the shells of both nodes have in common: the link, sending on it, waking the model's feeder, draining."""
+"""What the shells of both nodes have in common: link, frames, slots, waking the model's feeder, draining."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from wire.aio.link import Link
-from wire.errors import QueueFull
-from wire.messages import Draining, Message
+from wire.codec import decode
+from wire.errors import ProtocolError, QueueFull
+from wire.messages import Draining, Error, Message
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ class NodeShell:
         self._idle = asyncio.Event()
         self._idle.set()
         self._num_sessions = 0
+        self._slot_calls: list[Callable[[], None]] = []
 
     def on_link(self, link: Link) -> None:
         """A link to the relay is up."""
@@ -41,6 +44,24 @@ class NodeShell:
             # The relay does not read: the link is as good as lost. Sessions are told when its end is noticed.
             log.warning("> %s", exc)
             self.link.abort()
+
+    def read(self, frame: bytes) -> Message | None:
+        """The message of a frame; a malformed one costs its sender an answer, nobody else anything."""
+        try:
+            return decode(frame)
+        except ProtocolError as exc:
+            log.warning("< malformed frame: %s", exc)
+            self.send(Error(code="malformed", message=str(exc)))
+            return None
+
+    def call_before_next_work(self, call: Callable[[], None]) -> None:
+        """Have the model's thread open or free a slot, in order, before it does anything else."""
+        self._slot_calls.append(call)
+
+    def take_slot_calls(self) -> list[Callable[[], None]]:
+        """The calls that are due, once."""
+        calls, self._slot_calls = self._slot_calls, []
+        return calls
 
     def settle(self, num_sessions: int) -> None:
         """Something has happened, and so many sessions are open now."""
@@ -59,6 +80,12 @@ class NodeShell:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("%d sessions did not end within %g s", self._num_sessions, grace_s)
+
+    @staticmethod
+    def call_all(calls: list[Callable[[], None]]) -> None:
+        """Make the calls; in the model's thread."""
+        for call in calls:
+            call()
 
     @staticmethod
     def now() -> float:
