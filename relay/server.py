@@ -17,18 +17,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 
+from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
 from relay.config import RelayConfig
-from relay.router import Action, ClosePeer, DropReason, Forward, Router, Send, SessionEnded
+from relay.router import Router
 from wire.aio.link import CLOSE_TIMEOUT_S, Link, WebSocket
 from wire.aio.listener import Listener
 from wire.aio.trace import TraceWriter
 from wire.codec import append_residence
 from wire.connection import Connection, PeerHello
 from wire.errors import LinkLost, ProtocolError, QueueFull, VersionMismatch, WireError
-from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Error, Hello, Message, Welcome
+from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Error, Hello, Message, OpenSession, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,12 @@ class RelayServer:
     def __init__(self, config: RelayConfig, *, trace: TraceWriter | None = None) -> None:
         self.config = config
         self.trace = trace or TraceWriter(None)
-        self.router = Router(malformed_limit=config.malformed_limit)
+        self.router = Router(
+            malformed_limit=config.malformed_limit,
+            keep_s=config.keep_s,
+            takeover_wait_s=config.takeover_wait_s,
+            max_kept_bytes=config.max_kept_bytes,
+        )
         self.links: dict[str, Link] = {}
         self.port = 0
         self._listener = Listener(self._on_websocket, secret=config.secret, open_timeout_s=config.handshake_timeout_s)
@@ -60,6 +67,8 @@ class RelayServer:
         self._farewells: asyncio.TaskGroup | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._rearm = asyncio.Event()
+        self._armed_for = math.inf
 
     async def start(self) -> None:
         """Listen.
@@ -73,8 +82,10 @@ class RelayServer:
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then drain."""
         async with asyncio.TaskGroup() as self._farewells:
+            timing = self._farewells.create_task(self._keep_time(), name="router timer")
             await stop.wait()
             await self.drain()
+            timing.cancel()
 
     async def drain(self) -> None:
         """Tell everybody, let running sessions finish within the grace time, close all links."""
@@ -90,6 +101,19 @@ class RelayServer:
         await self._listener.close("the relay is shutting down")
         drops = {reason.value: count for reason, count in self.router.drops.items()}
         log.info("closed; dropped in total: %s", drops or "nothing")
+
+    async def _keep_time(self) -> None:
+        """Call the router when it wants to be called."""
+        while True:
+            self._rearm.clear()
+            timer_at = self.router.next_timer()
+            self._armed_for = math.inf if timer_at is None else timer_at
+            try:
+                async with asyncio.timeout_at(timer_at):
+                    await self._rearm.wait()
+            except TimeoutError:
+                now = self._now()
+                self._perform(self.router.on_timer(now), now)
 
     async def _on_websocket(self, websocket: WebSocket) -> None:
         """The life of one authenticated peer."""
@@ -156,6 +180,8 @@ class RelayServer:
         """Carry a peer's frames until its link ends."""
 
         def on_frame(kind: str, session: str | None, frame: bytes, now: float) -> None:
+            if kind == OpenSession.type:
+                self._note_rtts()
             self._perform(self.router.route(peer_id, kind, session, frame, now), now)
 
         reason, code = "", 1000
@@ -178,6 +204,7 @@ class RelayServer:
         now = self._now()
         log.info("< %s left: %s", peer_id, reason)
         self.trace.write("peer_left", now, peer=peer_id, reason=reason)
+        self._note_rtts()
         self._perform(self.router.on_gone(peer_id, now, reason), now)
 
     def _perform(self, actions: Sequence[Action], now: float) -> None:
@@ -195,10 +222,20 @@ class RelayServer:
                 case SessionEnded(session, reason, duration_s):
                     log.info("session %s ended after %.2f s: %s", session, duration_s, reason)
                     self.trace.write("session_ended", now, session=session, reason=reason, duration_s=duration_s)
+                case SessionMoved(session, verify, num_tokens):
+                    log.info("session %s goes on at %s, behind %d tokens", session, verify, num_tokens)
+                    self.trace.write("session_moved", now, session=session, verify=verify, num_tokens=num_tokens)
+        if self.router.deadlines and min(self.router.deadlines.values()) < self._armed_for:
+            self._rearm.set()
         if self.router.sessions:
             self._idle.clear()
         else:
             self._idle.set()
+
+    def _note_rtts(self) -> None:
+        for peer_id, peer in self.router.peers.items():
+            if peer.hello.model is not None and peer_id in self.links:
+                peer.rtt_s = self.links[peer_id].rtt_s
 
     def _queue(self, peer: str, message: Message | bytes, now: float) -> list[Action]:
         link = self.links.get(peer)

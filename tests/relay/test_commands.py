@@ -114,7 +114,7 @@ async def test_c042_sigterm_ends_within_the_grace_time_with_code_0(relay: Relay,
     _, half = await asyncio.open_connection("127.0.0.1", relay.port)
     half.write(b"GET / HTTP/1.1\r\n")
     stubborn = asyncio.create_task(never_close(relay.port))
-    async with StreamClient(relay.url, secret=SECRET) as client:
+    async with StreamClient(relay.url, secret=SECRET, recover_s=0.0) as client:
         stream = aiter(client.stream(prompt="x"))
         opening = asyncio.ensure_future(anext(stream))
         await asyncio.wait_for(opened.wait(), BOUND_S)
