@@ -18,7 +18,7 @@ from engine.runner import TargetRunner
 from node_verify.requests import Request, RequestRefused, make_request
 from node_verify.scheduler import VerifyScheduler
 from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work
-from node_verify.text import AnswerText, DecodeStream
+from node_verify.text import AnswerText, DecodeStream, answer_text
 from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
@@ -72,6 +72,9 @@ class VerifyNode(NodeShell):
         """The relay told the clients; their sessions end here too."""
         self.link = None
         now = self.now()
+        # The relay may send a session again over the next link, before its prompt is tokenized for this one.
+        for task in self._opening:
+            task.cancel()
         for session_id in list(self.scheduler.sessions):
             cancel = Cancel(session=session_id, reason="client gone")
             self._perform(self.scheduler.on_message(cancel, now))
@@ -159,7 +162,7 @@ class VerifyNode(NodeShell):
         return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
 
     def _answer_text(self, request: Request) -> AnswerText:
-        return AnswerText(self.tokenizer.decode_stream(list(request.prompt_ids)), request.stop)
+        return answer_text(request, self.tokenizer.decode_stream(list(request.prompt_ids)))
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

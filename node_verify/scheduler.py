@@ -34,7 +34,7 @@ from node_verify.session import (
     Work,
     work_slot,
 )
-from node_verify.text import AnswerText
+from node_verify.text import AnswerText, ended_by
 from speculation.passes import VerifyPass, VerifyResult
 from speculation.selection import SelectionPolicy
 from speculation.tree import ROOT, Tree
@@ -106,7 +106,11 @@ class VerifyScheduler:
         session.request = request
         session.text = text
         session.state = State.WAITING
-        session.tree = Tree(list(request.prompt_ids))
+        session.tree = Tree(list(request.known_ids))
+        reason = ended_by(request, text)
+        if reason:
+            # All of it was committed elsewhere; what is missing is the word that it is over.
+            return self._end(session, reason, now)
         self._waiting.append(session_id)
         return [*prefix_parts(session), *self._admit(now)]
 
@@ -202,14 +206,14 @@ class VerifyScheduler:
             session.started_at = now
             self._turns[session.id] = None
             actions.append(
-                OpenSlot(session.slot, request.sampling, request.prompt_ids, len(request.prompt_ids), request.stop_ids)
+                OpenSlot(session.slot, request.sampling, request.known_ids, len(request.prompt_ids), request.stop_ids)
             )
             self._settle_prefill(session, now)
         return actions
 
     def _settle_prefill(self, session: Session, now: float) -> None:
         assert session.request is not None
-        if session.num_prefilled >= len(session.request.prompt_ids) - 1:
+        if session.num_prefilled >= len(session.request.known_ids) - 1:
             session.state = State.RUNNING
             session.idle_since = now
         else:
@@ -221,7 +225,7 @@ class VerifyScheduler:
         assert tree is not None
         if session.state is State.PREFILL:
             start = session.num_prefilled
-            end = min(start + self.prefill_chunk, len(request.prompt_ids) - 1)
+            end = min(start + self.prefill_chunk, len(request.known_ids) - 1)
             return Prefill(session.id, session.slot, start, end)
         remaining = request.limit - tree.length
         nodes: list[int] = []

@@ -66,7 +66,7 @@ class StreamClient:
         url: ws://HOST:PORT or wss://HOST:PORT.
         proxy: none of the environment's proxies is used unless one is named here.
         recover_s: how long to try when the link breaks; 0 to fail at once.
-        rng: of the pauses between attempts.
+        backoff, rng: the pauses between attempts.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class StreamClient:
         ssl_context: ssl.SSLContext | None = None,
         proxy: str | None = None,
         recover_s: float = 30.0,
+        backoff: Backoff | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._url = url
@@ -88,6 +89,7 @@ class StreamClient:
         self._ssl_context = ssl_context
         self._proxy = proxy
         self._recover_s = recover_s
+        self._backoff = backoff or Backoff(most_s=5.0)
         self._rng = rng or random.Random()
         self._streams: dict[str, Stream] = {}
         self._link: Link | None = None
@@ -231,7 +233,6 @@ class StreamClient:
     async def _run(self, link: Link) -> None:
         """Carry frames, over one link after the other, until there is none to be had; then tell all streams why."""
         loop = asyncio.get_running_loop()
-        backoff = Backoff(most_s=5.0)
         while True:
             since = loop.time()
             lost, final = await self._carry(link)
@@ -239,10 +240,10 @@ class StreamClient:
             self._linked.clear()
             if final or self._closing or self._recover_s <= 0:
                 break
-            backoff.on_link_ended(loop.time() - since)
+            self._backoff.on_link_ended(loop.time() - since)
             for stream in self._streams.values():
                 stream.lost_at = loop.time()
-            again = await self._dial_again(backoff, lost)
+            again = await self._dial_again(lost)
             if isinstance(again, WireError):
                 lost = again
                 break
@@ -270,12 +271,12 @@ class StreamClient:
         await link.close()
         return lost, final
 
-    async def _dial_again(self, backoff: Backoff, lost: WireError) -> Link | WireError:
+    async def _dial_again(self, lost: WireError) -> Link | WireError:
         """The next link, or why there is none."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._recover_s
         while loop.time() < until:
-            pause_s = backoff.pause_s(self._rng)
+            pause_s = self._backoff.pause_s(self._rng)
             log.warning("< %s; next attempt in %.1f s", lost, pause_s)
             await asyncio.sleep(min(pause_s, until - loop.time()))
             try:

@@ -308,7 +308,7 @@ class Done(SessionMessage):
 
     Attributes:
         finish_reason: one of FINISH_REASONS.
-        prompt_tokens, completion_tokens: usage, stop id included; prompt_tokens is 0 where no verify node had counted it.
+        prompt_tokens, completion_tokens: usage, stop id included; no prompt_tokens where no verify node counted them.
         report: figures of the session by name (counts and seconds), see `speculation/stats.py`.
     """
 

@@ -94,7 +94,7 @@ async def start_relay() -> AsyncIterator[StartRelay]:
     async with AsyncExitStack() as stack:
 
         async def start(**settings: Any) -> Loopback:
-            server = RelayServer(RelayConfig(secret=SECRET, port=0, grace_s=0.2, **settings))
+            server = RelayServer(RelayConfig(**({"secret": SECRET, "port": 0, "grace_s": 0.2} | settings)))
             await server.start()
             stop = asyncio.Event()
             serving = asyncio.create_task(server.serve(stop))

@@ -211,7 +211,9 @@ def mutate(rng: random.Random) -> bytes:
             return whole.replace(b'"type"', rng.choice([b'"tpye"', b'"type" ', b'"type":"ping","type"']))
 
 
-async def test_c047_ten_thousand_malformed_frames_end_nobody_elses_session(start_relay: StartRelay) -> None:
+async def test_c047_ten_thousand_malformed_frames_end_nobody_elses_session(
+    start_relay: StartRelay, target: ModelIdentity
+) -> None:
     relay = await start_relay(malformed_limit=5000)
     verify, draft, client = await trio(relay)
     client.send(opening())
@@ -219,7 +221,7 @@ async def test_c047_ten_thousand_malformed_frames_end_nobody_elses_session(start
     await verify.expect(Paired)
     vandals = [await relay.join(role, name=f"vandal {role}") for role in ("client", "draft", "client")]
     # Of another model, or the last request might be its to answer.
-    vandals.append(await relay.join("verify", name="vandal verify", model=replace(TARGET, name="other")))
+    vandals.append(await relay.join("verify", name="vandal verify", model=replace(target, name="other")))
     rng = random.Random(1)
     for i in range(100):
         for vandal in vandals:
