@@ -40,6 +40,8 @@ class NodeConfig:
     log_level: str
     trace: Path | None
     ca_file: Path | None
+    spot_metadata: str
+    spot_poll_s: float
 
 
 def parser(program: str, description: str) -> configargparse.ArgumentParser:
@@ -77,6 +79,12 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
         help="hold the loaded model to the memory contract before it serves (under a second)",
     )  # fmt: skip
     arguments.add_argument("--grace-s", type=float, default=20.0, help="how long SIGTERM lets answers finish")
+    arguments.add_argument(
+        "--spot-metadata", default="", metavar="URL",
+        help="metadata service to ask for the notice of a spot instance's end, on EC2 http://169.254.169.254; the node "
+        "then drains as after SIGTERM, for the time that is left",
+    )  # fmt: skip
+    arguments.add_argument("--spot-poll-s", type=float, default=5.0, help="how often it is asked")
     arguments.add_argument("--trace", type=Path, help="write a JSONL trace of passes and rounds to this file")
 
 

@@ -11,12 +11,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from wire.aio.dialer import LinkUser, keep_linked
+from wire.aio.spot import spot_notice
 from wire.errors import WireError
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
 from wire.settings import NodeConfig, ssl_context
 
 log = logging.getLogger(__name__)
 
+LEAVE_BEFORE_S = 10.0
+"""A spot instance's node is gone so long before its machine is."""
 EXIT_OK, EXIT_FAILURE, EXIT_INTERRUPTED = 0, 1, 130
 """A usage error exits with 2, by the argument parser."""
 
@@ -100,7 +103,25 @@ async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role:
             tasks.create_task(node.feed_model(), name="feed model"),
             tasks.create_task(link, name="relay link"),
         ]
-        await stop.wait()
-        await node.drain(config.grace_s, "the node was told to stop")
+        grace_s, reason = await told_to_stop(stop, config)
+        await node.drain(grace_s, reason)
         for task in running:
             task.cancel()
+
+
+async def told_to_stop(stop: asyncio.Event, config: NodeConfig) -> tuple[float, str]:
+    """Wait until the node must go; how long its sessions have, and why."""
+    if not config.spot_metadata:
+        await stop.wait()
+        return config.grace_s, "the node was told to stop"
+    async with asyncio.TaskGroup() as tasks:
+        stopped = tasks.create_task(stop.wait(), name="wait for a signal")
+        notice = tasks.create_task(spot_notice(config.spot_metadata, poll_s=config.spot_poll_s), name="spot notice")
+        await asyncio.wait([stopped, notice], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopped, notice):
+            task.cancel()
+    if not notice.done() or notice.cancelled():
+        return config.grace_s, "the node was told to stop"
+    left_s = notice.result()
+    log.warning("this spot instance goes in %.0f s: draining", left_s)
+    return max(0.0, left_s - LEAVE_BEFORE_S), f"its spot instance goes in {left_s:.0f} s"
