@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from wire.messages import Message
 
@@ -38,9 +39,8 @@ class Send:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Pass a frame on as it came."""
+class Forward(NamedTuple):
+    """Pass a frame on as it came. A tuple, because one is made for nearly every frame."""
 
     peer: str
     frame: bytes

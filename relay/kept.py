@@ -35,11 +35,8 @@ class KeptAnswer:
         self._ids = array("i", committed)
         self._recent: deque[bytes] = deque()
         self._recent_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = len(opening) + len(self._ids) * self._ids.itemsize
         """What it takes of the relay's memory, about."""
-        return len(self.opening) + len(self._ids) * self._ids.itemsize + self._recent_bytes
 
     def add(self, frame: bytes) -> None:
         """Keep a `TextDelta`.
@@ -47,12 +44,18 @@ class KeptAnswer:
         Raises:
             ProtocolError: an older frame cannot be read, or leaves a gap.
         """
+        num_bytes = len(frame) + FRAME_OVERHEAD_BYTES
         self._recent.append(frame)
-        self._recent_bytes += len(frame) + FRAME_OVERHEAD_BYTES
+        self._recent_bytes += num_bytes
+        self.num_bytes += num_bytes
         while self._recent_bytes > self.max_recent_bytes:
             oldest = self._recent.popleft()
-            self._recent_bytes -= len(oldest) + FRAME_OVERHEAD_BYTES
+            num_bytes = len(oldest) + FRAME_OVERHEAD_BYTES
+            self._recent_bytes -= num_bytes
+            self.num_bytes -= num_bytes
+            num_before = len(self._ids)
             _append(self._ids, oldest)
+            self.num_bytes += (len(self._ids) - num_before) * self._ids.itemsize
 
     def tokens(self) -> tuple[int, ...]:
         """All committed tokens of the answer.

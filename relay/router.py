@@ -181,20 +181,21 @@ class Router(Books):
         peer = self.peers.get(peer_id)
         if peer is None:
             return self._drop(DropReason.UNKNOWN_PEER)
-        if kind == Draining.type:
-            return self._draining(peer, frame, now)
-        if kind == Error.type and session_id is None:
-            return self._drop(DropReason.NOT_ABOUT_A_SESSION)
         handler = _HANDLERS.get((peer.hello.role, kind))
-        if handler is None:
-            text = f"{kind} is not for a {peer.hello.role} to send"
-            return self._malformed(peer, DropReason.WRONG_ROLE, "not_allowed", text, now)
         try:
             if session_id is None:
-                raise ProtocolError(f"{kind} needs a session")
-            return handler(self, peer, session_id, frame, now)
+                if kind == Draining.type:
+                    return self._draining(peer, frame, now)
+                if kind == Error.type:
+                    return self._drop(DropReason.NOT_ABOUT_A_SESSION)
+                if handler is not None:
+                    raise ProtocolError(f"{kind} needs a session")
+            elif handler is not None:
+                return handler(self, peer, session_id, frame, now)
         except ProtocolError as exc:
             return self.on_malformed(peer_id, str(exc), now)
+        text = f"{kind} is not for a {peer.hello.role} to send"
+        return self._malformed(peer, DropReason.WRONG_ROLE, "not_allowed", text, now)
 
     def on_malformed(self, peer_id: str, reason: str, now: float) -> list[Action]:
         """A peer sent what no correct peer sends; only that peer is told, and closed when it does not stop."""

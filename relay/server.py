@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
@@ -209,14 +208,19 @@ class RelayServer:
 
     def _perform(self, actions: Sequence[Action], now: float) -> None:
         """Carry out the router's actions, in order. A peer whose queue is full is closed, which may bring more."""
-        waiting = deque(actions)
-        while waiting:
-            match waiting.popleft():
+        waiting = list(actions)
+        if len(waiting) == 1 and type(waiting[0]) is Forward:
+            # Nearly every frame: it moves, and nothing else changes.
+            waiting = self._queue(waiting[0].peer, waiting[0].frame, now)
+            if not waiting:
+                return
+        for action in waiting:
+            match action:
+                case Forward(peer, frame):
+                    waiting += self._queue(peer, frame, now)
                 case Send(peer, message):
                     self._trace_send(peer, message, now)
-                    waiting.extend(self._queue(peer, message, now))
-                case Forward(peer, frame):
-                    waiting.extend(self._queue(peer, frame, now))
+                    waiting += self._queue(peer, message, now)
                 case ClosePeer(peer, code, reason):
                     self._dismiss(peer, code, reason, now)
                 case SessionEnded(session, reason, duration_s):

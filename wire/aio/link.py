@@ -1,7 +1,8 @@
 """A WebSocket link: the sans-IO `Connection` over the websockets library.
 
 Reader, writer and keepalive of a link are one task group; when one of them ends, all do, and `run` raises why. Frames
-go out through a bounded queue: `send` never waits, and says when the queue is full.
+go out through a bounded queue: `send` never waits, and says when the queue is full. What is queued in one turn of the
+event loop leaves in one write; the writer task has work only when the socket takes no more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus, InvalidURI
+from websockets.protocol import State as WebSocketState
 
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
@@ -33,6 +35,10 @@ OnMalformed = Callable[[ProtocolError, float], None]
 """Called with what is wrong with a frame, and its time of arrival; the link goes on."""
 
 CLOSE_TIMEOUT_S = 1.0
+MAX_WRITE_BYTES = 128 << 10
+"""Handed to the socket at once; more waits a turn of the loop, so that one link does not hold up the others."""
+MAX_UNSENT_BYTES = 32 << 10
+"""Bytes in the transport's own buffer from which on the socket counts as full."""
 ADDRESS_HELP = "the relay's address must be ws://HOST:PORT or wss://HOST:PORT"
 log = logging.getLogger(__name__)
 
@@ -82,12 +88,17 @@ class Link:
         self._on_write = on_write
         self._on_malformed = on_malformed
         self._queue: deque[tuple[bytes, float]] = deque()
-        self._queued = asyncio.Event()
+        self._flushing: asyncio.Handle | None = None
+        self._running = False
+        self._full = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
         self._rearm = asyncio.Event()
         self._timer_at: float | None = None
+        self._loop = asyncio.get_running_loop()
         self._closing: str | None = None
+        # A client's frames are masked, which is the library's business; a server's are the frame behind its length.
+        self._masks = not isinstance(websocket, ServerConnection) or bool(websocket.protocol.extensions)
         set_nodelay(websocket)
 
     @property
@@ -113,7 +124,7 @@ class Link:
                 f"{len(self._queue)} frames ({self.queued_bytes} bytes) wait already; the limits are "
                 f"{self.max_queued_frames} frames and {self.max_queued_bytes} bytes"
             )
-        self._put(frame, asyncio.get_running_loop().time() if now is None else now)
+        self._put(frame, self._loop.time() if now is None else now)
 
     async def handshake(self) -> Opened | PeerHello:
         """Exchange frames until the peer is known: its Hello for an acceptor, the Welcome for a dialer.
@@ -155,6 +166,8 @@ class Link:
             LinkLost: with the cause: the peer was silent, closed with a code, or we closed.
             ProtocolError: the peer sent a malformed frame.
         """
+        self._running = True
+        self._flush_soon()
         try:
             # In a task of its own: a failing task group cancels its parent, and that must not look like our end.
             await asyncio.create_task(self._carry(on_frame), name="link")
@@ -169,6 +182,7 @@ class Link:
                 raise LinkLost(self._closing or closed_by(cause)) from cause
             raise cause from None
         finally:
+            self._running = False
             self._drained.set()
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
@@ -214,24 +228,55 @@ class Link:
             for event in events:
                 if isinstance(event, Received):
                     on_frame(event.type, event.session, event.frame, now)
-            self._put_own(now)
+            if self.connection.has_frames_to_send:
+                self._put_own(now)
             # A frame that only puts the timer off need not wake its task: it looks again when the old time has come.
             timer_at = self.connection.next_timer()
             if timer_at is not None and self._timer_at is not None and timer_at < self._timer_at:
                 self._rearm.set()
 
     async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
+        """Go on where the socket took no more, when it does again."""
         while True:
-            await self._queued.wait()
-            while self._queue:
-                frame, queued_at = self._queue.popleft()
-                self.queued_bytes -= len(frame)
-                if self._on_write is not None:
-                    frame = self._on_write(frame, queued_at, loop.time())
-                await self.websocket.send(frame, text=True)
-            self._queued.clear()
+            await self._full.wait()
+            # The library's way to wait for room in the socket; raises when the link is over.
+            async with self.websocket.send_context():
+                pass
+            self._full.clear()
+            self._write_queued()
+
+    def _write_queued(self) -> None:
+        """Hand what is queued to the socket, as far as it takes it."""
+        self._flushing = None
+        protocol, transport = self.websocket.protocol, self.websocket.transport
+        if not self._queue:
             self._drained.set()
+            return
+        if not self._running or self._full.is_set() or protocol.state is not WebSocketState.OPEN:
+            return
+        now, num_bytes = self._loop.time(), 0
+        parts: list[bytes] = []
+        while self._queue and num_bytes < MAX_WRITE_BYTES:
+            frame, queued_at = self._queue.popleft()
+            self.queued_bytes -= len(frame)
+            if self._on_write is not None:
+                frame = self._on_write(frame, queued_at, now)
+            if self._masks:
+                protocol.send_text(frame)
+            else:
+                parts += (text_header(len(frame)), frame)
+            num_bytes += len(frame)
+        transport.write(b"".join(parts or protocol.data_to_send()))
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._full.set()
+        elif self._queue:
+            self._flush_soon()
+        else:
+            self._drained.set()
+
+    def _flush_soon(self) -> None:
+        if self._flushing is None:
+            self._flushing = self._loop.call_soon(self._write_queued)
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
@@ -255,7 +300,7 @@ class Link:
         self._queue.append((frame, now))
         self.queued_bytes += len(frame)
         self._drained.clear()
-        self._queued.set()
+        self._flush_soon()
 
     def _put_own(self, now: float) -> None:
         """Frames of the machine itself go in front: a Pong behind a megabyte of answers would be late."""
@@ -266,7 +311,7 @@ class Link:
             self._queue.appendleft((frame, now))
             self.queued_bytes += len(frame)
             self._drained.clear()
-            self._queued.set()
+            self._flush_soon()
 
     async def _write_own(self) -> None:
         for frame in self.connection.frames_to_send():
@@ -274,6 +319,15 @@ class Link:
                 await self.websocket.send(frame, text=True)
             except ConnectionClosed:
                 return
+
+
+def text_header(num_bytes: int) -> bytes:
+    """What stands before an unmasked text frame of so many bytes (RFC 6455, section 5.2)."""
+    if num_bytes < 126:
+        return bytes((0x81, num_bytes))
+    if num_bytes < 1 << 16:
+        return b"\x81\x7e" + num_bytes.to_bytes(2, "big")
+    return b"\x81\x7f" + num_bytes.to_bytes(8, "big")
 
 
 async def dial(
