@@ -29,8 +29,9 @@ from relay.config import ClientConfig
 from relay.errors import RequestFailed
 from relay.stream import Delta, Event, Finished, Stream, new_key
 from wire.aio.dialer import Backoff
-from wire.aio.link import CLOSE_TIMEOUT_S, Link, dial
+from wire.aio.link import Link, dial
 from wire.aio.process import EXIT_OK, run_main
+from wire.aio.sockets import CLOSE_TIMEOUT_S
 from wire.codec import decode, encode
 from wire.errors import LinkLost, ProtocolError, QueueFull, WireError
 from wire.messages import (

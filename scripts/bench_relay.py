@@ -298,7 +298,7 @@ async def bench(args: argparse.Namespace) -> dict[str, Any]:
                 name,
                 num,
                 SIZES[label],
-                lambda s, z=SIZES[label]: measure_throughput(s, z, duration_s=seconds / 2),
+                partial(measure_throughput, size=SIZES[label], duration_s=seconds / 2),
             )
             for name in subjects
         }

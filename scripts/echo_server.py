@@ -14,7 +14,7 @@ if __package__ in (None, ""):
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from wire.aio.link import link_options, set_nodelay
+from wire.aio.sockets import link_options, set_nodelay
 
 
 async def echo(websocket: ServerConnection) -> None:

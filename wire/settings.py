@@ -28,6 +28,7 @@ class NodeConfig:
 
     relay: str
     secret: str
+    secret_file: Path | None
     name: str
     region: str
     model: str
@@ -57,7 +58,9 @@ def parser(program: str, description: str) -> configargparse.ArgumentParser:
     arguments.add_argument("--config", is_config_file=True, help=f"TOML file; section [{program}]")
     arguments.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     arguments.add_argument(
-        "--secret-file", type=Path, help=f"file with the secret shared by all parts (else: {SECRET_VARIABLE})"
+        "--secret-file",
+        type=Path,
+        help=f"file with the secret (else: {SECRET_VARIABLE}); nodes read it again each time they dial",
     )
     return arguments
 
@@ -115,7 +118,7 @@ def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namesp
     """The shared secret; a missing or short one is a usage error."""
     if given.secret_file is not None:
         try:
-            secret = str(given.secret_file.read_text()).strip()
+            secret = read_secret_file(given.secret_file)
         except OSError as exc:
             arguments.error(f"--secret-file {given.secret_file}: {exc.strerror}")
         except UnicodeDecodeError:
@@ -126,9 +129,28 @@ def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namesp
         arguments.error(
             f"no secret of at least {MIN_SECRET_CHARS} characters: set {SECRET_VARIABLE} or give --secret-file"
         )
-    if not (secret.isascii() and secret.isprintable()) or " " in secret:
-        arguments.error("the secret must be printable ASCII without spaces")
+    fault = secret_fault(secret)
+    if fault:
+        arguments.error(f"the secret {fault}")
     return str(secret)
+
+
+def read_secret_file(path: Path) -> str:
+    """The secret in a file.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+    """
+    return path.read_text().strip()
+
+
+def secret_fault(secret: str) -> str:
+    """What is wrong with a secret, without showing it; empty if nothing is."""
+    if len(secret) < MIN_SECRET_CHARS:
+        return f"has {len(secret)} characters, too few"
+    if not (secret.isascii() and secret.isprintable()) or " " in secret:
+        return "must be printable ASCII without spaces"
+    return ""
 
 
 def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus, InvalidURI
 from websockets.protocol import State as WebSocketState
 
+from wire.aio.causes import closed_by, first
+from wire.aio.sockets import CLOSE_TIMEOUT_S, WebSocket, link_options, set_nodelay, text_header
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
-from wire.errors import LinkLost, ProtocolError, QueueFull, Refused, WireError
-from wire.messages import MAX_FRAME_BYTES, Hello, Message, Welcome
+from wire.errors import LinkLost, ProtocolError, QueueFull, Refused
+from wire.messages import Hello, Message, Welcome
 
-WebSocket = ClientConnection | ServerConnection
 OnFrame = Callable[[str, str | None, bytes, float], None]
 """Called with type, session, frame and time of arrival."""
 OnWrite = Callable[[bytes, float, float], bytes]
@@ -34,31 +33,12 @@ OnWrite = Callable[[bytes, float, float], bytes]
 OnMalformed = Callable[[ProtocolError, float], None]
 """Called with what is wrong with a frame, and its time of arrival; the link goes on."""
 
-CLOSE_TIMEOUT_S = 1.0
 MAX_WRITE_BYTES = 128 << 10
 """Handed to the socket at once; more waits a turn of the loop, so that one link does not hold up the others."""
 MAX_UNSENT_BYTES = 32 << 10
 """Bytes in the transport's own buffer from which on the socket counts as full."""
 ADDRESS_HELP = "the relay's address must be ws://HOST:PORT or wss://HOST:PORT"
 log = logging.getLogger(__name__)
-
-
-def link_options() -> dict[str, Any]:
-    """Settings that all hops share: one size limit, no compression (frames are tiny), our own keepalive."""
-    return {
-        "compression": None,
-        "max_size": MAX_FRAME_BYTES,
-        "max_queue": 16,
-        "ping_interval": None,
-        "close_timeout": CLOSE_TIMEOUT_S,
-    }
-
-
-def set_nodelay(websocket: WebSocket) -> None:
-    """Frames are small and urgent; waiting to fill a segment costs a delayed acknowledgement, about 40 ms."""
-    sock: socket.socket | None = websocket.transport.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class Link:
@@ -68,6 +48,10 @@ class Link:
         max_queued_frames, max_queued_bytes: bounds of the outgoing queue.
         on_write: see `OnWrite`.
         on_malformed: see `OnMalformed`; without it a malformed frame ends the link.
+        pace: called with the size of each frame read and the time; says how many seconds not to read.
+
+    Attributes:
+        num_read, num_written, bytes_read, bytes_written: frames and their sizes so far.
     """
 
     def __init__(
@@ -79,6 +63,7 @@ class Link:
         max_queued_bytes: int = 8 << 20,
         on_write: OnWrite | None = None,
         on_malformed: OnMalformed | None = None,
+        pace: Callable[[int, float], float] | None = None,
     ) -> None:
         self.websocket = websocket
         self.connection = connection
@@ -87,6 +72,9 @@ class Link:
         self.queued_bytes = 0
         self._on_write = on_write
         self._on_malformed = on_malformed
+        self.pace = pace
+        self.num_read = self.num_written = 0
+        self.bytes_read = self.bytes_written = 0
         self._queue: deque[tuple[bytes, float]] = deque()
         self._flushing: asyncio.Handle | None = None
         self._running = False
@@ -218,6 +206,13 @@ class Link:
         while True:
             frame = await self.websocket.recv(decode=False)
             now = loop.time()
+            self.num_read += 1
+            self.bytes_read += len(frame)
+            if self.pace is not None:
+                wait_s = self.pace(len(frame), now)
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                    now = loop.time()
             try:
                 events = self.connection.receive(frame, now)
             except ProtocolError as exc:
@@ -266,6 +261,8 @@ class Link:
             else:
                 parts += (text_header(len(frame)), frame)
             num_bytes += len(frame)
+            self.num_written += 1
+        self.bytes_written += num_bytes
         transport.write(b"".join(parts or protocol.data_to_send()))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._full.set()
@@ -319,15 +316,6 @@ class Link:
                 await self.websocket.send(frame, text=True)
             except ConnectionClosed:
                 return
-
-
-def text_header(num_bytes: int) -> bytes:
-    """What stands before an unmasked text frame of so many bytes (RFC 6455, section 5.2)."""
-    if num_bytes < 126:
-        return bytes((0x81, num_bytes))
-    if num_bytes < 1 << 16:
-        return b"\x81\x7e" + num_bytes.to_bytes(2, "big")
-    return b"\x81\x7f" + num_bytes.to_bytes(8, "big")
 
 
 async def dial(
@@ -393,25 +381,3 @@ def without_secrets(url: str) -> str | None:
     except ValueError:
         return None
     return None if "@" in parts.netloc else urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-
-
-def closed_by(exc: ConnectionClosed) -> str:
-    """Who closed a WebSocket, with what words: whose close frame came first decides."""
-    if exc.rcvd is not None and exc.rcvd_then_sent is not False:
-        return f"closed by the peer with code {exc.rcvd.code} ({exc.rcvd.reason or 'no reason given'})"
-    if exc.sent is not None:
-        return f"closed by us with code {exc.sent.code} ({exc.sent.reason or 'no reason given'})"
-    return f"the connection was cut ({exc.__cause__ or 'end of stream'})"
-
-
-def first(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The first leaf of an exception group, one of ours before those of the library."""
-    leaves: list[BaseException] = []
-    waiting: list[BaseException] = [group]
-    while waiting:
-        exc = waiting.pop(0)
-        if isinstance(exc, BaseExceptionGroup):
-            waiting = [*exc.exceptions, *waiting]
-        else:
-            leaves.append(exc)
-    return next((leaf for leaf in leaves if isinstance(leaf, WireError)), leaves[0])
