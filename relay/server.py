@@ -30,7 +30,7 @@ from relay.limits import Pace
 from relay.pairing import MAX_SESSIONS_PER_CLIENT
 from relay.router import Router
 from relay.status import Totals, page
-from wire.aio.health import watch_lag
+from wire.aio.health import Pulse
 from wire.aio.link import Link
 from wire.aio.listener import Listener, Page
 from wire.aio.sockets import CLOSE_TIMEOUT_S, WebSocket
@@ -39,7 +39,6 @@ from wire.codec import append_residence
 from wire.connection import Connection, PeerHello
 from wire.errors import LinkLost, ProtocolError, QueueFull, VersionMismatch, WireError
 from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Error, Hello, Message, OpenSession, Welcome
-from wire.metrics import Histogram
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class RelayServer:
         self.links: dict[str, Link] = {}
         self.identities: dict[str, Identity] = {}
         self.totals = Totals()
-        self.lag = Histogram()
+        self.pulse = Pulse()
         self.port = 0
         self._listener: Listener | None = None
         self._numbers = itertools.count(1)
@@ -113,7 +112,7 @@ class RelayServer:
         async with asyncio.TaskGroup() as self._farewells:
             running = [
                 self._farewells.create_task(self._keep_time(), name="router timer"),
-                self._farewells.create_task(watch_lag(self.lag), name="loop lag"),
+                self._farewells.create_task(self.pulse.beat(), name="pulse"),
                 self._farewells.create_task(self.access.watch(self._renew_identities), name="watch files"),
             ]
             await stop.wait()

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from relay.limits import Pace
 from relay.router import Router
-from wire.aio.health import health_page, metrics_page, process_families
+from wire.aio.health import Pulse, health_page, metrics_page
 from wire.aio.link import Link
 from wire.aio.listener import Page
-from wire.metrics import Family, Histogram, counter, gauge, labelled
+from wire.metrics import Family, counter, gauge, labelled
 
 ROLES = ("draft", "verify", "client")
 
@@ -41,7 +41,7 @@ class Showing(Protocol):
     router: Router
     links: dict[str, Link]
     totals: Totals
-    lag: Histogram
+    pulse: Pulse
 
     @property
     def paces(self) -> Mapping[str, Pace]: ...
@@ -52,7 +52,7 @@ def page(relay: Showing, path: str, *, may_see_metrics: bool) -> Page | None:
     if path == "/metrics":
         if not may_see_metrics:
             return Page("Authorization: Bearer SECRET of an admin is required\n", 401)
-        return metrics_page([*families(relay), *process_families(relay.lag)])
+        return metrics_page([*families(relay), *relay.pulse.families()])
     return health_page(path, unhealthy=list, unready=lambda: unready(relay.router))
 
 

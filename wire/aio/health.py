@@ -14,7 +14,8 @@ from pathlib import Path
 from wire.aio.listener import Listener, Page
 from wire.metrics import CONTENT_TYPE, Family, Histogram, counter, gauge, render
 
-LAG_EVERY_S = 0.25
+BEAT_S = 0.25
+BEATS_A_LOOK = 8
 PAGE_BYTES = resource.getpagesize()
 Reasons = Callable[[], list[str]]
 """Why the process is not healthy, or not ready; empty if it is."""
@@ -36,39 +37,47 @@ def metrics_page(families: Iterable[Family]) -> Page:
     return Page(render(families), content_type=CONTENT_TYPE)
 
 
-def process_families(lag: Histogram) -> list[Family]:
-    """What every process of ours shows: memory, processor time, and lateness of the event loop."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return [
-        gauge("process_resident_memory_bytes", "Resident memory.", resident_bytes()),
-        counter("process_cpu_seconds_total", "Processor time, user and system.", usage.ru_utime + usage.ru_stime),
-        Family("foredraft_loop_lag_seconds", "histogram", "How late the event loop runs a timer.", lag.samples({})),
-    ]
-
-
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Resident memory of this process, now where the system tells it, at its highest elsewhere."""
     try:
-        # A file of the kernel's: reading it does not wait for a disk.
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * PAGE_BYTES
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-async def watch_lag(lag: Histogram) -> None:
-    """Observe, for ever, how late a timer fires."""
-    loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + LAG_EVERY_S
-        await asyncio.sleep(LAG_EVERY_S)
-        lag.observe(max(0.0, loop.time() - due))
+class Pulse:
+    """How this process is doing: how late its event loop runs timers, its memory, its processor time."""
+
+    def __init__(self) -> None:
+        self.lag = Histogram()
+        self._resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    async def beat(self) -> None:
+        """Observe, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            for _ in range(BEATS_A_LOOK):
+                due = loop.time() + BEAT_S
+                await asyncio.sleep(BEAT_S)
+                self.lag.observe(max(0.0, loop.time() - due))
+            self._resident_bytes = await asyncio.to_thread(resident_bytes)
+
+    def families(self) -> list[Family]:
+        """The metrics."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        lag = self.lag.samples({})
+        return [
+            gauge("process_resident_memory_bytes", "Resident memory.", self._resident_bytes),
+            counter("process_cpu_seconds_total", "Processor time, user and system.", usage.ru_utime + usage.ru_stime),
+            Family("foredraft_loop_lag_seconds", "histogram", "How late the event loop runs a timer.", lag),
+        ]
 
 
 class StatusServer:
     """The status port of a node."""
 
     def __init__(self, *, unhealthy: Reasons, unready: Reasons, families: Callable[[], Iterable[Family]]) -> None:
-        self.lag = Histogram()
+        self._pulse = Pulse()
         self._unhealthy = unhealthy
         self._unready = unready
         self._families = families
@@ -84,14 +93,14 @@ class StatusServer:
         """
         on_port(await self._listener.listen(host, port))
         try:
-            await watch_lag(self.lag)
+            await self._pulse.beat()
         finally:
             await self._listener.close("the node has stopped")
 
     def page(self, path: str) -> Page | None:
         """The page at a path."""
         if path == "/metrics":
-            return metrics_page([*self._families(), *process_families(self.lag)])
+            return metrics_page([*self._families(), *self._pulse.families()])
         return health_page(path, unhealthy=self._unhealthy, unready=self._unready)
 
     async def _nobody(self, websocket: object, identity: object) -> None:

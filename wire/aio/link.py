@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidPro
 from websockets.protocol import State as WebSocketState
 
 from wire.aio.causes import closed_by, first
-from wire.aio.sockets import CLOSE_TIMEOUT_S, WebSocket, link_options, set_nodelay, text_header
+from wire.aio.sockets import CLOSE_TIMEOUT_S, QUIET, WebSocket, link_options, set_nodelay, text_header
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
 from wire.errors import LinkLost, ProtocolError, QueueFull, Refused
@@ -350,6 +350,7 @@ async def dial(
             additional_headers={"Authorization": f"Bearer {secret}"},
             open_timeout=open_timeout_s,
             proxy=proxy,
+            logger=QUIET,
             **options,
         )
     except InvalidURI as exc:

@@ -19,14 +19,10 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
 from wire.aio.quiet import RateLimited
-from wire.aio.sockets import CLOSE_TIMEOUT_S, link_options
+from wire.aio.sockets import CLOSE_TIMEOUT_S, QUIET, link_options
 from wire.errors import ListenFailed
 
 log = logging.getLogger(__name__)
-# The library tells of failed handshakes with tracebacks, and of headers at its debug level; both are told here instead.
-_quiet = logging.getLogger("websockets.foredraft")
-_quiet.setLevel(logging.CRITICAL)
-
 OnWebSocket = Callable[[ServerConnection, object], Awaitable[None]]
 """Called in a task of its own for each peer that is authenticated, with what `Authenticate` made of its secret; the
 WebSocket is closed when it returns."""
@@ -92,7 +88,7 @@ class Listener:
                 ssl=self._ssl_context,
                 open_timeout=self._open_timeout_s,
                 server_header=None,
-                logger=_quiet,
+                logger=QUIET,
                 **link_options(),
             )
         except OSError as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import Any
 
@@ -12,6 +13,10 @@ from wire.messages import MAX_FRAME_BYTES
 
 WebSocket = ClientConnection | ServerConnection
 CLOSE_TIMEOUT_S = 1.0
+QUIET = logging.getLogger("websockets.foredraft")
+"""The library's log. It tells of failed handshakes with tracebacks, and of headers, the secret's among them, at its
+debug level; what matters of both is told by our own loggers."""
+QUIET.setLevel(logging.CRITICAL)
 
 
 def link_options() -> dict[str, Any]:
