@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -23,8 +24,11 @@ from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
 from wire.messages import Cancel, ChatMessage, Error, OpenSession
+from wire.metrics import Family, counter, gauge, labelled
 
 log = logging.getLogger(__name__)
+AVERAGES = ("acceptance_rate", "mean_acceptance_length", "acceptance_at_")
+"""Names in a session's report that do not add up."""
 
 
 class Tokenizer(Protocol):
@@ -65,7 +69,7 @@ class VerifyNode(NodeShell):
         self.vocab_size = vocab_size
         self.stop_ids = stop_ids
         self.trace = trace
-        self.draining = False
+        self._ended: Counter[str] = Counter()
         self._opening: set[asyncio.Task[None]] = set()
 
     def on_link_lost(self) -> None:
@@ -120,10 +124,22 @@ class VerifyNode(NodeShell):
             except TimeoutError:
                 continue
 
-    async def drain(self, grace_s: float, reason: str) -> None:
-        """Take no new session and wait for the running ones, at most `grace_s`."""
-        self.draining = True
-        await super().drain(grace_s, reason)
+    def families(self) -> list[Family]:
+        """The metrics: what all sessions that have ended did, by the names of `SessionStats.report`."""
+        totals = {name: value for name, value in self._ended.items() if not name.startswith(AVERAGES)}
+        drafted, rounds = self._ended["drafted"], self._ended["rounds"]
+        accepted = self._ended["accepted"]
+        return [
+            *super().families(),
+            labelled("counter", "foredraft_verify_total", "Counts and seconds of all ended sessions.", "what", totals),
+            gauge("foredraft_acceptance_rate", "Accepted of drafted places.", accepted / drafted if drafted else 0.0),
+            gauge(
+                "foredraft_mean_acceptance_length", "1 + accepted over rounds.", 1 + accepted / rounds if rounds else 1
+            ),
+            counter(
+                "foredraft_stale_messages_total", "Messages that came too late.", self.scheduler.num_stale_messages
+            ),
+        ]
 
     def _run(self, calls: list[Callable[[], None]], work: Work) -> VerifyResult | Exception | None:
         """In the model's thread: open and free slots, then do the work."""
@@ -183,6 +199,7 @@ class VerifyNode(NodeShell):
                     self.call_before_next_work(partial(self.runner.close, slot))
                 case SessionEnded(session, reason, report):
                     log.info("session %s ended: %s", session, reason)
+                    self._ended.update({"sessions": 1} | report)
                     self.trace.write("session_ended", self.now(), session=session, reason=reason, report=report)
         self.settle(len(self.scheduler.sessions))
 

@@ -43,6 +43,8 @@ class NodeConfig:
     ca_file: Path | None
     spot_metadata: str
     spot_poll_s: float
+    status_host: str
+    status_port: int
 
 
 def parser(program: str, description: str) -> configargparse.ArgumentParser:
@@ -87,6 +89,11 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
         help="metadata service to ask for the notice of a spot instance's end, on EC2 http://169.254.169.254; the node "
         "then drains as after SIGTERM, for the time that is left",
     )  # fmt: skip
+    arguments.add_argument(
+        "--status-port", type=whole(-1, 65_535), default=-1,
+        help="serve /healthz, /readyz and /metrics on this port, 0 for a free one; -1: on none",
+    )  # fmt: skip
+    arguments.add_argument("--status-host", default="127.0.0.1", help="address of the status port")
     arguments.add_argument("--spot-poll-s", type=float, default=5.0, help="how often it is asked")
     arguments.add_argument("--trace", type=Path, help="write a JSONL trace of passes and rounds to this file")
 

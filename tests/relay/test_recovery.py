@@ -31,6 +31,7 @@ from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
 from wire.errors import LinkLost
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
+from wire.metrics import render
 from wire.sampling import Sampling
 
 BOUND_S = 30.0
@@ -322,3 +323,21 @@ async def test_a_cancel_during_an_outage_ends_the_stream(nodes: Nodes, client: S
     assert answer.finished.finish_reason == "cancelled"
     assert verify.num_sessions == 0
     assert not relay.server.router.sessions
+
+
+async def test_nodes_show_what_they_did(nodes: Nodes, client: StreamClient) -> None:
+    verify, draft = await nodes.verify(), await nodes.draft()
+    answer = Listener(client, SAMPLINGS[0])
+    await answer.whole(SAMPLINGS[0])
+    assert answer.finished is not None
+    pages = [render(running.node.families()) for running in (verify, draft)]
+    verified, drafted = (dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#") for page in pages)
+    report = answer.finished.report
+    for name in ("rounds", "drafted", "accepted"):
+        assert float(verified[f'foredraft_verify_total{{what="{name}"}}']) == report[name]
+    assert float(verified["foredraft_acceptance_rate"]) == pytest.approx(report["acceptance_rate"])
+    assert verified["foredraft_linked"] == drafted["foredraft_linked"] == "1"
+    assert int(drafted['foredraft_draft_total{what="frames"}']) >= int(
+        drafted['foredraft_round_seconds_count{part="total"}']
+    )
+    assert int(drafted['foredraft_round_seconds_count{part="verify compute"}']) > 0

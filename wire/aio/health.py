@@ -85,13 +85,16 @@ class StatusServer:
             self._nobody, authenticate=lambda secret: None, open_timeout_s=5.0, pages=lambda path, _: self.page(path)
         )
 
-    async def serve(self, host: str, port: int, on_port: Callable[[int], None]) -> None:
-        """Listen until cancelled.
+    async def listen(self, host: str, port: int) -> int:
+        """Open the port; which one it is.
 
         Raises:
             ListenFailed: the address cannot be had.
         """
-        on_port(await self._listener.listen(host, port))
+        return await self._listener.listen(host, port)
+
+    async def serve(self) -> None:
+        """Keep the pulse until cancelled, then close the port if one is open."""
         try:
             await self._pulse.beat()
         finally:

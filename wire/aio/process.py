@@ -11,9 +11,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from wire.aio.dialer import LinkUser, keep_linked
+from wire.aio.health import StatusServer
 from wire.aio.spot import spot_notice
 from wire.errors import WireError
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
+from wire.metrics import Family
 from wire.settings import NodeConfig, ssl_context
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,10 @@ class Node(LinkUser, Protocol):
     async def feed_model(self) -> None: ...
 
     async def drain(self, grace_s: float, reason: str) -> None: ...
+
+    def unready(self) -> list[str]: ...
+
+    def families(self) -> list[Family]: ...
 
 
 def run_main(
@@ -90,6 +96,10 @@ async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role:
         capacity=config.slots,
         model=model,
     )
+    status = StatusServer(unhealthy=list, unready=node.unready, families=node.families)
+    status_port: dict[str, int] = {}
+    if config.status_port >= 0:
+        status_port["status_port"] = await status.listen(config.status_host, config.status_port)
     async with asyncio.TaskGroup() as tasks:
         link = keep_linked(
             node,
@@ -98,11 +108,12 @@ async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role:
             secret_file=config.secret_file,
             hello=hello,
             ssl_context=ssl_context(config.relay, config.ca_file),
-            on_first_link=lambda: announce(model=model.name),
+            on_first_link=lambda: announce(model=model.name, **status_port),
         )
         running = [
             tasks.create_task(node.feed_model(), name="feed model"),
             tasks.create_task(link, name="relay link"),
+            tasks.create_task(status.serve(), name="status"),
         ]
         grace_s, reason = await told_to_stop(stop, config)
         await node.drain(grace_s, reason)
