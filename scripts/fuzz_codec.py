@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import importlib
 import os
 import sys
 import tempfile
@@ -78,8 +79,8 @@ def run(flags: list[str]) -> None:
         import atheris
 
         with atheris.instrument_imports(include=["wire"]):
-            import wire.codec
-            import wire.tensors
+            for name in ("wire.codec", "wire.tensors"):
+                importlib.import_module(name)
         atheris.Setup([sys.argv[0], *flags], check)
         atheris.Fuzz()
     _, status = os.waitpid(pid, 0)
