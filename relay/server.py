@@ -33,6 +33,7 @@ from relay.status import Totals, page
 from wire.aio.health import Pulse
 from wire.aio.link import Link
 from wire.aio.listener import Listener, Page
+from wire.aio.quiet import RateLimited
 from wire.aio.sockets import CLOSE_TIMEOUT_S, WebSocket
 from wire.aio.trace import TraceWriter
 from wire.codec import append_residence
@@ -78,6 +79,7 @@ class RelayServer:
         self.port = 0
         self._listener: Listener | None = None
         self._numbers = itertools.count(1)
+        self._refusals = RateLimited(log, logging.WARNING)
         self._farewells: asyncio.TaskGroup | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -204,7 +206,7 @@ class RelayServer:
         try:
             event = await link.handshake()
         except WireError as exc:
-            log.warning("< %s turned away at its handshake: %s", peer_id, exc)
+            self._refusals(identity.credential.name, "< %s turned away at its handshake: %s", peer_id, exc)
             await self._close(link, CLOSE_CODES["version"] if isinstance(exc, VersionMismatch) else 1002, str(exc))
             return None
         assert isinstance(event, PeerHello)
@@ -213,7 +215,7 @@ class RelayServer:
         if not credential.allows(hello.role):
             self.router.drops[DropReason.FORBIDDEN] += 1
             reason = f"credential {credential.name} is for {', '.join(credential.roles)}, not for a {hello.role}"
-            log.warning("< %s (%s %s) refused: %s", peer_id, hello.role, hello.name, reason)
+            self._refusals(credential.name, "< %s (%s %s) refused: %s", peer_id, hello.role, hello.name, reason)
             await link.refuse("forbidden", reason)
             await self._close(link, CLOSE_CODES["forbidden"], reason)
             return None
@@ -226,7 +228,8 @@ class RelayServer:
         )
         refusal = next((a for a in actions if isinstance(a, ClosePeer) and a.peer == peer_id), None)
         if refusal is not None:
-            log.warning("< %s (%s %s) refused: %s", peer_id, hello.role, hello.name, refusal.reason)
+            text = "< %s (%s %s) refused: %s"
+            self._refusals(credential.name, text, peer_id, hello.role, hello.name, refusal.reason)
             self.trace.write("peer_refused", now, peer=peer_id, code=refusal.code, reason=refusal.reason)
             await link.refuse(refusal.code, refusal.reason)
             await self._close(link, CLOSE_CODES[refusal.code], refusal.reason)
@@ -275,7 +278,9 @@ class RelayServer:
             return
         self._count_out(peer_id, link)
         now = self._now()
-        log.info("< %s left: %s", peer_id, reason)
+        peer = self.router.peers.get(peer_id)
+        who = f"{peer_id} ({peer.hello.role} {peer.hello.name}, {len(peer.sessions)} sessions)" if peer else peer_id
+        log.info("< %s left: %s", who, reason)
         self.trace.write("peer_left", now, peer=peer_id, reason=reason)
         self._note_rtts()
         self._perform(self.router.on_gone(peer_id, now, reason), now)

@@ -239,3 +239,7 @@ def test_bad_sampling_of_the_client_exits_with_2(
         ClientConfig.read(["x", "--temperature", "-1"])
     assert exited.value.code == 2
     assert "temperature" in capsys.readouterr().err
+
+
+def test_c034_the_keepalive_interval_is_at_most_half_the_shortest_idle_limit() -> None:
+    assert RelayConfig(secret=SECRET).ping_interval_s <= 60 / 2
