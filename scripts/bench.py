@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--rtts", nargs="+", type=float, default=list(RTTS_MS), help="round trips, ms")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
-    parser.add_argument("--tree", default="tree:16x4", help="growth of the tree configurations")
+    parser.add_argument("--tree", default="tree:32x6", help="growth of the tree configurations")
     parser.add_argument("--live-tree", default="tree:4x4", help="the same where a live drafter runs on a CPU")
     parser.add_argument("--max-rows", type=int, default=64, help="rows of a paced pass")
     parser.add_argument("--native-rows", type=int, default=16, help="rows of a pass on a CPU")
