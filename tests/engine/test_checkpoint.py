@@ -7,9 +7,6 @@ import torch
 
 from engine.checkpoint import Checkpoint, digest_weights
 from engine.errors import CheckpointError
-from engine.hf import load_config, refuse_windows
-from engine.model import CachedModel
-from engine.selfcheck import self_check
 from engine.tiny import tiny_checkpoint
 
 
@@ -73,29 +70,6 @@ def test_missing_or_broken_weights_are_refused(copied: Path) -> None:
     (copied / "model.safetensors").write_bytes(b"nonsense" * 4)
     with pytest.raises(CheckpointError, match="cannot load the weights"):
         Checkpoint(str(copied)).load()
-
-
-def test_c025_a_window_smaller_than_the_sessions_is_refused_with_the_reason(tmp_path: Path) -> None:
-    path = str(tiny_checkpoint(tmp_path / "m", seed=1, arch="mistral", max_length=128, sliding_window=16))
-    with pytest.raises(CheckpointError, match=r"window of 16: a cache that has wrapped cannot be rewound.*16 or less"):
-        Checkpoint(path)
-    with pytest.raises(CheckpointError, match="window of 16"):
-        Checkpoint(path, max_length=17)
-    lm = Checkpoint(path, max_length=16).load()
-    model = CachedModel(lm, num_slots=1, max_length=16, max_tree_rows=4)
-    self_check(model)
-
-
-def test_c025_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
-    path = tiny_checkpoint(tmp_path / "m", seed=1, arch="qwen2", use_sliding_window=True, max_window_layers=1)
-    config = load_config(path)
-    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
-    refuse_windows(config, 4096, "m")
-    with pytest.raises(CheckpointError, match="sliding_attention layers with a window of 4096"):
-        refuse_windows(config, 4097, "m")
-    config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(CheckpointError, match="linear_attention layers: their state cannot be rewound"):
-        refuse_windows(config, 16, "m")
 
 
 def test_c028_end_tokens_are_the_union_of_tokenizer_and_configs(copied: Path) -> None:
