@@ -15,10 +15,9 @@ from engine.distilled import load_distilled
 from engine.drafter import HFDrafter
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
-from engine.model import CachedModel
 from engine.ngram import NgramDrafter
+from engine.prepare import ready_model
 from engine.runner import DraftRunner
-from engine.selfcheck import self_check
 from node_draft.config import DraftConfig
 from node_draft.node import DraftNode
 from node_draft.scheduler import DraftScheduler
@@ -34,7 +33,7 @@ MAX_TREE_ROWS = 128
 def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
     """Load the drafter that was asked for, with the identity it shows in the handshake."""
     torch.set_num_threads(config.threads)
-    checkpoint = Checkpoint(config.model, max_length=config.max_length)
+    checkpoint = Checkpoint(config.model, max_length=config.max_length, trust_remote_code=config.trust_remote_code)
     vocab_size = checkpoint.tokenizer.vocab_size
     if config.drafter == "ngram":
         drafter = NgramDrafter(num_slots=config.slots, max_length=checkpoint.max_length)
@@ -51,9 +50,14 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
         num_layers = int(which) if kind == "layers" else None
         lm = checkpoint.load(dtype=dtype, device=device, num_layers=num_layers)
         identity = checkpoint.identity(num_layers=num_layers)
-    model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=MAX_TREE_ROWS)
-    if config.self_check:
-        self_check(model)
+    model = ready_model(
+        lm,
+        num_slots=config.slots,
+        max_length=checkpoint.max_length,
+        max_tree_rows=MAX_TREE_ROWS,
+        capture=config.capture,
+        check=config.self_check,
+    )
     return identity, HFDrafter(model, vocab_size=vocab_size)
 
 

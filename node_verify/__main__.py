@@ -12,8 +12,7 @@ import torch
 from engine.checkpoint import Checkpoint, choose_format
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
-from engine.model import CachedModel
-from engine.selfcheck import self_check
+from engine.prepare import ready_model
 from engine.target import HFTarget
 from node_verify.config import VerifyConfig
 from node_verify.node import VerifyNode
@@ -28,15 +27,20 @@ log = logging.getLogger("node_verify")
 
 
 def load(config: VerifyConfig) -> tuple[Checkpoint, HFTarget]:
-    """Load the model, and check that it scores a tree of candidates as it scores each path alone."""
+    """Load the model and make it ready: warmed up, captured, checked."""
     torch.set_num_threads(config.threads)
-    checkpoint = Checkpoint(config.model, max_length=config.max_length)
+    checkpoint = Checkpoint(config.model, max_length=config.max_length, trust_remote_code=config.trust_remote_code)
     dtype, device = choose_format(config.dtype, on_cpu="float32")
     log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
-    lm = checkpoint.load(dtype=dtype, device=device)
-    model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows)
-    if config.self_check:
-        self_check(model)
+    lm = checkpoint.load(dtype=dtype, device=device, device_map=config.device_map)
+    model = ready_model(
+        lm,
+        num_slots=config.slots,
+        max_length=checkpoint.max_length,
+        max_tree_rows=config.max_rows,
+        capture=config.capture,
+        check=config.self_check,
+    )
     return checkpoint, HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
 
 

@@ -14,6 +14,7 @@ class VerifyConfig(NodeConfig):
 
     max_rows: int
     patience_s: float
+    device_map: str
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> VerifyConfig:
@@ -36,5 +37,14 @@ class VerifyConfig(NodeConfig):
             "--patience-ms", type=whole(0, 60_000), default=0,
             help="wait so long for candidates before decoding plainly; 0: never idle (the default)",
         )  # fmt: skip
+        args.add_argument(
+            "--device-map", default="", choices=["", "auto", "balanced", "balanced_low_0", "sequential"],
+            help="spread the target's layers over the GPUs as transformers' device_map does; empty: the first GPU only",
+        )  # fmt: skip
         given = args.parse_args(argv)
-        return cls(max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, **node_values(args, given))
+        return cls(
+            max_rows=given.max_rows,
+            patience_s=given.patience_ms / 1e3,
+            device_map=given.device_map,
+            **node_values(args, given),
+        )
