@@ -155,8 +155,9 @@ class CapturedPasses:
     @torch.inference_mode()
     def _capture(self, fn: Callable[[], None]) -> Replay:
         replay = self._capturer.capture(fn)
-        replay()  # The first launch of a graph also uploads it.
-        self.num_captures += not isinstance(self._capturer, Uncaptured)
+        if not isinstance(self._capturer, Uncaptured):
+            self.num_captures += 1
+            replay()  # The first launch of a graph also uploads it.
         return replay
 
     def _forward(self, shape: Shape) -> Callable[[], None]:

@@ -68,6 +68,8 @@ def test_waiting_for_a_result_cannot_be_captured(wait: object) -> None:
 def test_without_capture_a_replay_runs_the_function() -> None:
     calls = []
     replay = Uncaptured().capture(lambda: calls.append(1))
+    assert not calls
+    replay()
     replay()
     assert len(calls) == 2
 
