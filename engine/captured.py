@@ -49,7 +49,7 @@ class CapturedPasses:
         self.buckets = buckets
         self.num_captures = 0
         self.run_s = 0.0
-        self._lm = lm
+        self.lm = lm
         self._capturer = capturer
         self._max_rows = buckets.rows[-1]
         self._max_moves = max_moves
@@ -63,6 +63,7 @@ class CapturedPasses:
         self._compactions: dict[int, Replay] = {}  # by the number of segments they span
         self._ready = 0  # passes that see so many rows are prepared
 
+    @torch.inference_mode()
     def run(self, slot: int, tokens: Sequence[int], rows: SlotRows, new: range, num_logits: int) -> Tensor:
         """Run the rows `new` of a slot, the last of those in use; logits [num_logits, width], float32, a copy.
 
@@ -70,7 +71,7 @@ class CapturedPasses:
             CacheError: no shape is large enough, or the cache cannot grow to it.
         """
         shape = self.buckets.shape(len(new), rows.used, num_logits)
-        self._prepare(shape.length)
+        self.prepare(shape.length)
         self._fill(shape, slot, tokens, rows, new)
         started = time.perf_counter()
         self._passes[shape]()
@@ -90,6 +91,7 @@ class CapturedPasses:
         self._fill_moves(num_segments, slot, moves)
         self._compactions[num_segments]()
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture every shape that the cache has room for. If the model cannot be captured, say so and go on without.
 
@@ -97,7 +99,7 @@ class CapturedPasses:
             CacheError: there is no memory for it.
         """
         try:
-            self._prepare(min(self.cache.available, self.buckets.lengths[-1]))
+            self.prepare(min(self.cache.available, self.buckets.lengths[-1]))
         except CacheError:
             raise
         except Exception as exc:
@@ -106,7 +108,7 @@ class CapturedPasses:
             self._passes.clear()
             self._compactions.clear()
             self.num_captures = self._ready = 0
-            self._prepare(min(self.cache.available, self.buckets.lengths[-1]))
+            self.prepare(min(self.cache.available, self.buckets.lengths[-1]))
 
     def addresses(self) -> list[int]:
         """Where buffers lie. Growing adds to the end of the list, and changes nothing in it."""
@@ -114,8 +116,26 @@ class CapturedPasses:
         masks = [mask for pair in self._masks.values() for mask in (pair.full, pair.sliding) if mask is not None]
         return [buffer.data_ptr() for buffer in (self._inputs, self._logits, *by_segment, *masks)]
 
-    def _prepare(self, length: int) -> None:
-        """Have memory, buffers and graphs for passes that see `length` rows."""
+    @property
+    def is_captured(self) -> bool:
+        """Whether passes are replayed; they are not where the model could not be captured."""
+        return not isinstance(self._capturer, Uncaptured)
+
+    @property
+    def outgrows_window(self) -> bool:
+        """Whether a session may be longer than what layers with a sliding window see."""
+        return 0 < self.lm.sliding_window < self.buckets.lengths[-1]
+
+    def prepared_lengths(self) -> list[int]:
+        """Of the passes that are ready."""
+        return [length for length in self.buckets.lengths if length <= self._ready]
+
+    def prepare(self, length: int) -> None:
+        """Have memory, buffers and graphs for passes that see `length` rows.
+
+        Raises:
+            CacheError: there is no memory for them.
+        """
         if length <= self._ready:
             return
         self.cache.reserve(length)
@@ -127,8 +147,8 @@ class CapturedPasses:
                     self._moves[device].append(torch.zeros(2, self._max_moves, dtype=torch.long, device=device))
             if not self._logits.numel():
                 # On the device of the head, which is the last layer's.
-                size = (self.buckets.full_rows, self._lm.width)
-                self._logits = torch.zeros(*size, dtype=torch.float32, device=self._lm.logits_device)
+                size = (self.buckets.full_rows, self.lm.width)
+                self._logits = torch.zeros(*size, dtype=torch.float32, device=self.lm.logits_device)
             for each in self.buckets.lengths:
                 if each <= self.cache.available:
                     self._capture_length(each)
@@ -139,25 +159,26 @@ class CapturedPasses:
     def _capture_length(self, length: int) -> None:
         if length not in self._masks:
             size = (1, 1, self._max_rows, length)
-            full = torch.zeros(*size, dtype=torch.bool, device=self._lm.device)
-            outgrown = 0 < self._lm.sliding_window < self.buckets.lengths[-1]
-            self._masks[length] = Masks(full, torch.zeros_like(full) if outgrown else None)
+            full = torch.zeros(*size, dtype=torch.bool, device=self.lm.device)
+            self._masks[length] = Masks(full, torch.zeros_like(full) if self.outgrows_window else None)
         # The largest first: the memory that it needs between serves the smaller ones.
         for shape in reversed(self.buckets.shapes(length)):
             if shape not in self._passes:
                 self._fill_padding(shape)
-                self._passes[shape] = self._capture(self._forward(shape))
+                self._passes[shape] = self.capture(self._forward(shape))
+                self.num_captures += self.is_captured
         num_segments = self._num_segments(length)
         if num_segments not in self._compactions:
             self._fill_moves(num_segments, 0, ())
-            self._compactions[num_segments] = self._capture(self._compaction(num_segments))
+            self._compactions[num_segments] = self.capture(self._compaction(num_segments))
+            self.num_captures += self.is_captured
 
     @torch.inference_mode()
-    def _capture(self, fn: Callable[[], None]) -> Replay:
+    def capture(self, fn: Callable[[], None]) -> Replay:
+        """Capture a function over static buffers, and replay it once: a graph's first launch also uploads it."""
         replay = self._capturer.capture(fn)
-        if not isinstance(self._capturer, Uncaptured):
-            self.num_captures += 1
-            replay()  # The first launch of a graph also uploads it.
+        if self.is_captured:
+            replay()
         return replay
 
     def _forward(self, shape: Shape) -> Callable[[], None]:
@@ -171,14 +192,14 @@ class CapturedPasses:
             ]
             for device in self._devices
         }
-        attached = self._lm.attach(GatherWindow(self.cache, indices), self.cache.capacity)
+        attached = self.lm.attach(GatherWindow(self.cache, indices), self.cache.capacity)
         whole = self._masks[shape.length]
         masks = Masks(whole.full[:, :, :n], None if whole.sliding is None else whole.sliding[:, :, :n])
         tokens, positions = self._inputs[:1, :n], self._inputs[1:, :n]
 
         @torch.inference_mode()
         def forward() -> None:
-            self._logits[:k].copy_(self._lm.forward(tokens, positions, masks, attached, num_logits=k))
+            self._logits[:k].copy_(self.lm.forward(tokens, positions, masks, attached, num_logits=k))
 
         return forward
 
@@ -210,7 +231,7 @@ class CapturedPasses:
         sliding = None
         if self._masks[shape.length].sliding is not None:
             sliding = mask.clone()
-            sliding[num_padding:, : rows.used] = near_rows(own, rows, new, self._lm.sliding_window)
+            sliding[num_padding:, : rows.used] = near_rows(own, rows, new, self.lm.sliding_window)
         self._write(shape, inputs, mask, sliding, slot=slot, new=new, used=rows.used)
 
     def _fill_padding(self, shape: Shape) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.buckets import FIRST_LENGTH, Buckets, doubling
 from engine.cache import KVCache
 from engine.captured import CapturedPasses
-from engine.capturer import Capturer
+from engine.capturer import Capturer, Uncaptured
+from engine.chain import CapturedChain
 from engine.eager import EagerPasses
 from engine.errors import CacheError
 from engine.hf import CausalLM
@@ -36,6 +37,7 @@ class CachedModel:
             `lm` must be without one then.
         first_segment: positions whose memory is taken, and whose passes are captured, at the start; the cache grows
             by doubling. Without capture pages are taken as they are written, and nothing grows.
+        chain_vocab: capture chains of drafted tokens too, of ids below this; 0 for none.
 
     Attributes:
         rows: bookkeeping of each slot; read it, change it through the methods here.
@@ -50,12 +52,14 @@ class CachedModel:
         max_tree_rows: int,
         capturer: Capturer | None = None,
         first_segment: int = FIRST_SEGMENT,
+        chain_vocab: int = 0,
     ) -> None:
         self.num_slots = num_slots
         self.max_length = max_length
         self.max_tree_rows = max_tree_rows
         self._lm = lm
         self._passes: EagerPasses | CapturedPasses
+        self._chain: CapturedChain | None = None
         if capturer is None:
             capacity = max_length + max_tree_rows
             self.max_pass_rows = max(PREFILL_ROWS, max_tree_rows + 1)
@@ -78,6 +82,8 @@ class CachedModel:
             self._passes = CapturedPasses(
                 lm, self.cache, buckets=buckets, max_moves=max_tree_rows + 1, capturer=capturer
             )
+            if chain_vocab and not isinstance(capturer, Uncaptured):
+                self._chain = CapturedChain(self._passes, vocab_size=chain_vocab)
         self.rows = [SlotRows(capacity=capacity, max_length=max_length) for _ in range(num_slots)]
 
     def forward(
@@ -119,6 +125,38 @@ class CachedModel:
             raise
         return logits
 
+    @property
+    def has_chains(self) -> bool:
+        """Whether `chain` can be called."""
+        return self._chain is not None
+
+    def chain(
+        self, slot: int, token: int, *, parent: int | None, keys: Sequence[int], temperature: float
+    ) -> tuple[list[int], list[float]]:
+        """Run a path of len(keys) new rows, each with the token that the model has chosen behind the one before.
+
+        Args:
+            token: of the first row, whose parent is the row `parent`; None if it is the next committed token.
+            keys, temperature: see `CapturedChain.run`.
+
+        Returns:
+            The token chosen behind each row and its log-probability. The rows stay, as tree rows behind the first.
+
+        Raises:
+            CacheError: the rows do not fit; nothing was changed.
+        """
+        assert self._chain is not None
+        rows = self.rows[slot]
+        before = rows.used
+        try:
+            if parent is None:
+                rows.extend(1)
+            rows.append([*([] if parent is None else [parent]), *range(before, before + len(keys) - 1)])
+            return self._chain.run(slot, token, rows, range(before, rows.used), keys, temperature)
+        except BaseException:
+            rows.rewind(rows.used - before)
+            raise
+
     def keep(self, slot: int, path: Sequence[int], rest: Sequence[int] = ()) -> None:
         """Commit a path of tree rows, keep `rest`, drop the other tree rows, in place (see `SlotRows.keep`)."""
         self._passes.move(slot, self.rows[slot].keep(path, rest))
@@ -143,16 +181,17 @@ class CachedModel:
     @property
     def run_s(self) -> float:
         """Total time spent in the model so far; on a GPU up to the launch, the wait shows where results are read."""
-        return self._passes.run_s
+        return self._passes.run_s + (self._chain.run_s if self._chain else 0.0)
 
     @property
     def num_captures(self) -> int:
         """Graphs captured so far."""
-        return self._passes.num_captures
+        return self._passes.num_captures + (self._chain.num_captures if self._chain else 0)
 
     def addresses(self) -> list[int]:
         """Where the cache and the input buffers lie. When the cache grows some are added; none changes."""
-        return [*self.cache.addresses(), *self._passes.addresses()]
+        chain = self._chain.addresses() if self._chain else []
+        return [*self.cache.addresses(), *self._passes.addresses(), *chain]
 
     def warm_up(self) -> None:
         """Do what the first pass of each kind would have to: capture, then one pass for each power of two of rows.
@@ -163,6 +202,8 @@ class CachedModel:
             CacheError: there is no memory for it.
         """
         self._passes.warm_up()
+        if self._chain is not None and not self._chain.warm_up():
+            self._chain = None
         num_rows = 1
         while num_rows <= self.max_tree_rows:
             # Behind a token, as in use: a tree of children of the last committed one.

@@ -13,13 +13,21 @@ log = logging.getLogger(__name__)
 
 
 def ready_model(
-    lm: CausalLM, *, num_slots: int, max_length: int, max_tree_rows: int, capture: bool, check: bool
+    lm: CausalLM,
+    *,
+    num_slots: int,
+    max_length: int,
+    max_tree_rows: int,
+    capture: bool,
+    check: bool,
+    chain_vocab: int = 0,
 ) -> CachedModel:
     """The model with its cache, such that the first request finds all that the hundredth does (cases.md, C079).
 
     Args:
         capture: capture passes as graphs, if the model is on one GPU.
         check: run the self-check.
+        chain_vocab: see `CachedModel`; for drafters.
 
     Raises:
         CheckpointError: the self-check found the memory contract broken.
@@ -31,6 +39,7 @@ def ready_model(
         max_length=max_length,
         max_tree_rows=max_tree_rows,
         capturer=choose_capturer(lm, capture=capture),
+        chain_vocab=chain_vocab,
     )
     model.warm_up()
     if check:

@@ -57,6 +57,7 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
         max_tree_rows=MAX_TREE_ROWS,
         capture=config.capture,
         check=config.self_check,
+        chain_vocab=vocab_size,
     )
     return identity, HFDrafter(model, vocab_size=vocab_size)
 
@@ -73,6 +74,7 @@ async def serve(config: DraftConfig) -> int:
             num_slots=drafter.num_slots,
             max_length=drafter.max_length,
             max_rows=drafter.max_rows,
+            max_ahead=drafter.max_ahead,
         ),
         runner=drafter,
         executor=executor,
