@@ -23,6 +23,7 @@ class VerifyConfig(NodeConfig):
     priced: bool
     replay: Path | None
     pace: Pace
+    device_map: str
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> VerifyConfig:
@@ -70,9 +71,14 @@ class VerifyConfig(NodeConfig):
             "--pace", type=named(Pace.parse), default="34+0.1/16", metavar="MS[+ROW_MS[/FREE_ROWS]]",
             help="duration of a pass with --replay",
         )  # fmt: skip
+        args.add_argument(
+            "--device-map", default="", choices=["", "auto", "balanced", "balanced_low_0", "sequential"],
+            help="spread the target's layers over the GPUs as transformers' device_map does; empty: the first GPU only",
+        )  # fmt: skip
         given = args.parse_args(argv)
         return cls(
             max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, local=given.local,
             gated=given.switch_off == "auto", calibrate=given.scores == "calibrated",
-            priced=given.row_costs == "measured", replay=given.replay, pace=given.pace, **node_values(args, given),
+            priced=given.row_costs == "measured", replay=given.replay, pace=given.pace, device_map=given.device_map,
+            **node_values(args, given),
         )  # fmt: skip
