@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import configargparse
+
+T = TypeVar("T")
 
 SECRET_VARIABLE = "FOREDRAFT_SECRET"
 MIN_SECRET_CHARS = 8
@@ -116,6 +118,18 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 def length(text: str) -> int:
     """An argument type: a number of tokens, or 0 for what the model allows."""
     return 0 if text == "0" else whole(16, 1 << 20)(text)
+
+
+def named(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """An argument type from a parser that raises ValueError with a message for people."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from None
+
+    return convert
 
 
 def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namespace) -> str:

@@ -25,7 +25,7 @@ from node_verify.scheduler import VerifyScheduler
 from relay.client import Delta, StreamClient
 from relay.config import RelayConfig
 from relay.server import RelayServer
-from scripts.simulate import ByteStream
+from scripts.simulation import ByteStream
 from speculation.passes import VerifyPass, VerifyResult
 from speculation.selection import BestFirst
 from wire.aio.process import EXIT_FAILURE, run_main, run_node
