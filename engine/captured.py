@@ -87,7 +87,8 @@ class CapturedPasses:
         if len(moves) > self._max_moves:
             raise CacheError(f"{len(moves)} rows to be moved, the limit is {self._max_moves}")
         highest = max(max(move) for move in moves)
-        num_segments = sum(segment.first <= highest for segment in self.cache.segments)
+        spanned = sum(segment.first <= highest for segment in self.cache.segments)
+        num_segments = min(number for number in self._compactions if number >= spanned)
         self._fill_moves(num_segments, slot, moves)
         self._compactions[num_segments]()
 
@@ -138,7 +139,8 @@ class CapturedPasses:
         """
         if length <= self._ready:
             return
-        self.cache.reserve(length)
+        if self.cache.reserve(length):
+            log.info("the cache has grown to %d positions; passes of the new lengths are captured", length)
         try:
             for segment in self.cache.segments[len(self._indices[self._devices[0]]) :]:
                 for device in self._devices:
@@ -253,9 +255,10 @@ class CapturedPasses:
         for i, segment in enumerate(self.cache.segments[: self._num_segments(length)]):
             num_seen = min(length, segment.end) - segment.first
             index = torch.full((n + num_seen,), segment.blank, dtype=torch.long)
-            index[:n] = segment.sink
-            for place, row in enumerate(new, n - len(new)):
-                index[place] = segment.index(slot, row, segment.sink)
+            index[: n - len(new)] = segment.sink
+            index[n - len(new) : n] = torch.tensor(
+                [segment.index(slot, row, segment.sink) for row in new], dtype=torch.long
+            )
             in_use = max(0, min(used - segment.first, num_seen))
             first = slot * segment.num_rows
             index[n : n + in_use] = torch.arange(first, first + in_use)

@@ -33,7 +33,7 @@ def seen_rows(rows: SlotRows, new: range) -> Tensor:
 
 def near_rows(mask: Tensor, rows: SlotRows, new: range, window: int) -> Tensor:
     """The mask of layers that see `window` positions: the row's own and those before it."""
-    positions = torch.tensor([rows.position(row) for row in range(rows.used)])
+    positions = torch.cat([torch.arange(rows.length), torch.tensor([row.position for row in rows.tree]).long()])
     return mask & (positions[new.start : new.stop, None] - positions[None] < window)
 
 

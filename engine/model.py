@@ -24,6 +24,7 @@ from engine.rows import SlotRows
 PREFILL_ROWS = 256
 WARM_PREFILL_ROWS = 128
 """What the schedulers give out at most. Captured passes are no larger: each bucket is captured."""
+WARM_EAGER_ROWS = 32
 SELF_CHECK_ROWS = 8
 """Passes of so many rows are needed whatever the node was told (`engine/selfcheck.py`)."""
 FIRST_SEGMENT = 4096
@@ -70,7 +71,7 @@ class CachedModel:
             capacity = -(-(max_length + max_tree_rows) // 8) * 8
             buckets = Buckets.powers(
                 max_rows=min(WARM_PREFILL_ROWS, capacity),
-                full_rows=max(max_tree_rows + 1, SELF_CHECK_ROWS),
+                full_rows=max(max_tree_rows, SELF_CHECK_ROWS),
                 first_length=min(FIRST_LENGTH, first_segment),
                 capacity=capacity,
             )
@@ -196,6 +197,8 @@ class CachedModel:
     def warm_up(self) -> None:
         """Do what the first pass of each kind would have to: capture, then one pass for each power of two of rows.
 
+        Without capture only up to WARM_EAGER_ROWS: what a pass sets up hardly depends on its rows then.
+
         All slots must be empty; they are empty afterwards.
 
         Raises:
@@ -205,7 +208,8 @@ class CachedModel:
         if self._chain is not None and not self._chain.warm_up():
             self._chain = None
         num_rows = 1
-        while num_rows <= self.max_tree_rows:
+        most = self.max_tree_rows if self.num_captures else min(self.max_tree_rows, WARM_EAGER_ROWS)
+        while num_rows <= most:
             # Behind a token, as in use: a tree of children of the last committed one.
             self.forward(0, [0], num_committed=1)
             self.forward(0, [0] * num_rows, parents=[0] * num_rows)

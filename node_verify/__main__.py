@@ -31,7 +31,7 @@ log = logging.getLogger("node_verify")
 
 
 def load(config: VerifyConfig) -> tuple[Checkpoint, TargetRunner, PassCosts]:
-    """Load the model and make it ready (warmed up, captured, checked), and time its passes."""
+    """Load the model, make it ready, and time its passes."""
     torch.set_num_threads(config.threads)
     checkpoint = Checkpoint(config.model, max_length=config.max_length, trust_remote_code=config.trust_remote_code)
     target = replay(config, checkpoint) if config.replay else load_target(config, checkpoint)
@@ -51,7 +51,7 @@ def replay(config: VerifyConfig, checkpoint: Checkpoint) -> TargetRunner:
 
 
 def load_target(config: VerifyConfig, checkpoint: Checkpoint) -> TargetRunner:
-    """The model itself."""
+    """The model itself: warmed up, captured, checked."""
     dtype, device = choose_format(config.dtype, on_cpu="float32")
     log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
     lm = checkpoint.load(dtype=dtype, device=device, device_map=config.device_map)

@@ -17,13 +17,13 @@ class VerifyConfig(NodeConfig):
 
     max_rows: int
     patience_s: float
+    device_map: str
     local: tuple[bool, bool]
     gated: bool
     calibrate: bool
     priced: bool
     replay: Path | None
     pace: Pace
-    device_map: str
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> VerifyConfig:
@@ -45,6 +45,10 @@ class VerifyConfig(NodeConfig):
         args.add_argument(
             "--patience-ms", type=whole(0, 60_000), default=0,
             help="wait so long for candidates before decoding plainly; 0: never idle (the default)",
+        )  # fmt: skip
+        args.add_argument(
+            "--device-map", default="", choices=["", "auto", "balanced", "balanced_low_0", "sequential"],
+            help="spread the target's layers over the GPUs as transformers' device_map does; empty: the first GPU only",
         )  # fmt: skip
         args.add_argument(
             "--local", type=named(parse_local), default="recycle+suffix",
@@ -71,14 +75,9 @@ class VerifyConfig(NodeConfig):
             "--pace", type=named(Pace.parse), default="34+0.1/16", metavar="MS[+ROW_MS[/FREE_ROWS]]",
             help="duration of a pass with --replay",
         )  # fmt: skip
-        args.add_argument(
-            "--device-map", default="", choices=["", "auto", "balanced", "balanced_low_0", "sequential"],
-            help="spread the target's layers over the GPUs as transformers' device_map does; empty: the first GPU only",
-        )  # fmt: skip
         given = args.parse_args(argv)
         return cls(
-            max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, local=given.local,
+            max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, device_map=given.device_map, local=given.local,
             gated=given.switch_off == "auto", calibrate=given.scores == "calibrated",
-            priced=given.row_costs == "measured", replay=given.replay, pace=given.pace, device_map=given.device_map,
-            **node_values(args, given),
+            priced=given.row_costs == "measured", replay=given.replay, pace=given.pace, **node_values(args, given),
         )  # fmt: skip

@@ -36,9 +36,11 @@ from scripts.results import Goal, write_results
 
 EXIT_NO_GPU = 77
 WAYS = ("eager", "compiled", "captured")
+CHAINED = "captured, 8 in a replay"
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 VERIFY_ROWS = (1, 8, 32)
 CONTEXT = 512
+CHAIN = 8
 
 QWEN = {"vocab_size": 151_936, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 DRAFTER = QWEN | {
@@ -106,6 +108,16 @@ def cost_of(ms: float, events: Iterable[Event], num_calls: int) -> Cost:
     )
 
 
+def each(cost: Cost, number: int) -> Cost:
+    """The cost of one of `number` tokens."""
+    return Cost(
+        ms=round(cost.ms / number, 4),
+        launches=round(cost.launches / number, 2),
+        kernels=round(cost.kernels / number, 1),
+        idle=cost.idle,
+    )
+
+
 def table(lines: Sequence[Line]) -> str:
     """The table as text."""
     rows = [("pass", "way", "ms", "launches", "kernels", "GPU idle")]
@@ -127,6 +139,11 @@ def goals(lines: Sequence[Line]) -> list[Goal]:
     eager, captured = cost.get(("draft token", "eager")), cost.get(("draft token", "captured"))
     if eager and captured:
         result.append(Goal("launches of a captured draft token", "<= 20", captured.launches, captured.launches <= 20))
+        chained = cost.get(("draft token", CHAINED))
+        if chained:
+            result.append(
+                Goal("launches of a token of a captured chain", "<= 4", chained.launches, chained.launches <= 4)
+            )
         ratio = round(eager.ms / captured.ms, 2)
         result.append(Goal("captured draft token against eager, times as fast", ">= 2", ratio, ratio >= 2))
     return result
@@ -174,9 +191,14 @@ def random_model(fields: dict[str, Any], device: torch.device, dtype: torch.dtyp
     return model.eval().requires_grad_(False)
 
 
-def cached(lm: CausalLM, capturer: Capturer, *, max_rows: int, context: int) -> CachedModel:
+def cached(lm: CausalLM, capturer: Capturer, *, max_rows: int, context: int, chains: bool = False) -> CachedModel:
     """The model with `context` tokens in slot 0."""
-    model = CachedModel(lm, num_slots=1, max_length=2 * context, max_tree_rows=max_rows, capturer=capturer)
+    model = CachedModel(
+        lm, num_slots=1, max_length=2 * context, max_tree_rows=max_rows, capturer=capturer,
+        chain_vocab=lm.width if chains else 0,
+    )  # fmt: skip
+    if chains:
+        model.warm_up()
     for start in range(0, context, 128):
         num = min(128, context - start)
         model.forward(0, [7 + i % 90 for i in range(num)], num_committed=num, num_logits=1)
@@ -191,6 +213,18 @@ def draft_token(model: CachedModel) -> Callable[[], int]:
         logits = model.forward(0, [5], parents=[row - 1])
         model.rewind(0, 1)
         return int(logits[0].argmax())
+
+    return call
+
+
+def draft_chain(model: CachedModel) -> Callable[[], list[int]]:
+    """A chain of tokens behind the context, sampled, in one replay; its rows are forgotten."""
+
+    def call() -> list[int]:
+        row = model.rows[0].length
+        tokens, _ = model.chain(0, 5, parent=row - 1, keys=list(range(CHAIN)), temperature=0.8)
+        model.rewind(0, CHAIN)
+        return tokens
 
     return call
 
@@ -229,16 +263,33 @@ def lines_of(
             torch._dynamo.reset()
             weights.forward = torch.compile(plain_forward, backend=compile_backend, dynamic=False)
         for what, num_rows in passes.items():
-            try:
-                capturer = captured if way == "captured" else Uncaptured()
+            capturer = captured if way == "captured" else Uncaptured()
+
+            def one_pass(num_rows: int = num_rows, lm: CausalLM = lm, capturer: Capturer = capturer) -> Cost:
                 model = cached(lm, capturer, max_rows=max(1, num_rows), context=context)
                 call = verify_pass(model, num_rows) if num_rows else draft_token(model)
-                lines.append(Line(what, way, measure(call, device, repeats=repeats)))
-            except Exception as exc:  # one way that fails must not hide the others
-                lines.append(Line(what, way, None, f"failed: {str(exc).splitlines()[0][:120]}"))
-            print(table(lines[-1:]).splitlines()[-1], flush=True)
+                return measure(call, device, repeats=repeats)
+
+            lines.append(line_of(what, way, one_pass))
+        if way == "captured" and 0 in passes.values():
+
+            def chain(lm: CausalLM = lm) -> Cost:
+                model = cached(lm, captured, max_rows=CHAIN, context=context, chains=True)
+                return each(measure(draft_chain(model), device, repeats=repeats), CHAIN)
+
+            lines.append(line_of("draft token", CHAINED, chain))
     weights.forward = plain_forward
     return lines
+
+
+def line_of(what: str, way: str, measured: Callable[[], Cost]) -> Line:
+    """A line of the table. One way that fails must not hide the others."""
+    try:
+        line = Line(what, way, measured())
+    except Exception as exc:
+        line = Line(what, way, None, f"failed: {str(exc).splitlines()[0][:120]}")
+    print(table([line]).splitlines()[-1], flush=True)
+    return line
 
 
 def main(argv: Sequence[str] | None = None) -> int:

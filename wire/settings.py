@@ -115,6 +115,11 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     return convert
 
 
+def length(text: str) -> int:
+    """An argument type: a number of tokens, or 0 for what the model allows."""
+    return 0 if text == "0" else whole(16, 1 << 20)(text)
+
+
 def named(parse: Callable[[str], T]) -> Callable[[str], T]:
     """An argument type from a parser that raises ValueError with a message for people."""
 
@@ -125,11 +130,6 @@ def named(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(exc)) from None
 
     return convert
-
-
-def length(text: str) -> int:
-    """An argument type: a number of tokens, or 0 for what the model allows."""
-    return 0 if text == "0" else whole(16, 1 << 20)(text)
 
 
 def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namespace) -> str:

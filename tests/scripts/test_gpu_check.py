@@ -12,7 +12,21 @@ import pytest
 import torch
 
 from engine.capturer import TapeCapturer
-from scripts.gpu_check import EXIT_NO_GPU, TINY, Cost, Event, Line, cost_of, goals, lines_of, main, report, table
+from scripts.gpu_check import (
+    CHAINED,
+    EXIT_NO_GPU,
+    TINY,
+    Cost,
+    Event,
+    Line,
+    cost_of,
+    each,
+    goals,
+    lines_of,
+    main,
+    report,
+    table,
+)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.sh"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -75,12 +89,13 @@ def test_the_table_names_what_failed_and_goals_compare_eager_with_captured() -> 
         Line("draft token", "eager", Cost(12.0, 1500.0, 1400.0, 0.85)),
         Line("draft token", "compiled", None, "failed: no compiler"),
         Line("draft token", "captured", Cost(1.5, 6.0, 1400.0, 0.1)),
+        Line("draft token", CHAINED, each(Cost(8.0, 12.0, 12_000.0, 0.05), 8)),
     ]
     text = table(lines).splitlines()
     assert text[0].split() == ["pass", "way", "ms", "launches", "kernels", "GPU", "idle"]
     assert text[1].split() == ["draft", "token", "eager", "12.000", "1500", "1400", "85.0%"]
     assert "failed: no compiler" in text[2]
-    assert [(goal.measured, goal.met) for goal in goals(lines)] == [(6.0, True), (8.0, True)]
+    assert [(goal.measured, goal.met) for goal in goals(lines)] == [(6.0, True), (1.5, True), (8.0, True)]
     assert goals(lines[:2]) == []
 
 
@@ -91,9 +106,10 @@ def test_every_way_is_measured_with_tiny_shapes_and_written_down(tmp_path: Path)
         repeats=2, captured=TapeCapturer(), compile_backend="eager",
     )  # fmt: skip
     assert [(line.what, line.way) for line in lines] == [
-        (what, way) for way in ("eager", "compiled", "captured") for what in ("draft token", "verify, 3 rows")
+        *((what, way) for way in ("eager", "compiled", "captured") for what in ("draft token", "verify, 3 rows")),
+        ("draft token", CHAINED),
     ]
-    assert [line.failure for line in lines] == [""] * 6
+    assert [line.failure for line in lines] == [""] * 7
     assert all(line.cost is not None and line.cost.ms > 0 for line in lines)
 
     class Arguments:
@@ -101,11 +117,13 @@ def test_every_way_is_measured_with_tiny_shapes_and_written_down(tmp_path: Path)
 
     report(tmp_path / "gpu.json", lines, torch.device("cpu"), Arguments())  # type: ignore[arg-type]
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(written["figures"]["launch overhead"]) == 6
+    assert len(written["figures"]["launch overhead"]) == 7
     assert written["figures"]["launch overhead"][0]["cost"]["ms"] > 0
-    assert {goal["name"] for goal in written["goals"]} == {
-        "launches of a captured draft token", "captured draft token against eager, times as fast",
-    }  # fmt: skip
+    assert [goal["name"] for goal in written["goals"]] == [
+        "launches of a captured draft token",
+        "launches of a token of a captured chain",
+        "captured draft token against eager, times as fast",
+    ]
 
 
 @pytest.mark.gpu
