@@ -1,7 +1,7 @@
 """Ready is what the nodes themselves say, through the relay. "Running" says nothing, nor does an open port.
 
 A relay that cannot speak for its nodes (see `infra.health`) is believed about itself; each node is then believed by the
-line that it writes when its model has passed its self-check and its first link to the relay stands: {"ready": true, ...}.
+line that it writes when its model has passed its self-check and its first link to the relay stands: {"ready": true}.
 """
 
 from __future__ import annotations

@@ -6,7 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, PartialCredentialsError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,  # noqa: A004 - botocore's own, for an address that cannot be reached
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+from botocore.parsers import ResponseParserError
 
 from infra.errors import (
     AlreadyExists,
@@ -109,6 +117,9 @@ def error_kind(code: str, message: str = "") -> type[ProviderError]:
     for codes, kind in table:
         if code in codes:
             return kind
+    if code.startswith("InvalidAMIID"):
+        # An image does not appear by waiting.
+        return ProviderError
     if "NotFound" in code or code in ("NoSuchEntity", "InvalidInstanceID.Malformed", "Gateway.NotAttached"):
         return NotFound
     # A profile made a moment ago is not known everywhere yet.
@@ -126,8 +137,8 @@ def translate(exc: Exception, what: str) -> ProviderError:
         return kind(f"{what}: {code}: {' '.join(message.split())}", code=code, hint=HINTS.get(kind, ""))
     if isinstance(exc, NoCredentialsError | PartialCredentialsError):
         return PermissionDenied(f"{what}: {exc}", hint="run `aws configure`, or set AWS_PROFILE")
-    kind = Transient if isinstance(exc, HTTPClientError) else ProviderError
-    return kind(f"{what}: {exc}")
+    lost = isinstance(exc, HTTPClientError | ConnectionError | ResponseParserError)
+    return (Transient if lost else ProviderError)(f"{what}: {' '.join(str(exc).split())[:300]}")
 
 
 def translated(method: Callable[P, T]) -> Callable[P, T]:
@@ -137,7 +148,7 @@ def translated(method: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
-        except (ClientError, BotoCoreError) as exc:
+        except (ClientError, BotoCoreError, ResponseParserError) as exc:
             operation = getattr(exc, "operation_name", "") or method.__name__
             region = next((a for a in args if isinstance(a, str) and a.count("-") >= 2), "")
             raise translate(exc, f"{operation}{' in ' + region if region else ''}") from exc

@@ -123,14 +123,18 @@ def ensure_profile(
 
 def delete_profile(iam: Any, *, name: str) -> None:
     """Role, policies and profile; what is gone of them is skipped."""
-    steps = [
-        (iam.remove_role_from_instance_profile, {"InstanceProfileName": name, "RoleName": name}),
-        (iam.delete_instance_profile, {"InstanceProfileName": name}),
-        (iam.delete_role_policy, {"RoleName": name, "PolicyName": POLICY_NAME}),
-        (iam.delete_role, {"RoleName": name}),
-    ]
-    for call, arguments in steps:
-        _absence_is_fine(call, **arguments)
+    try:
+        members = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]["Roles"]
+        for member in members:
+            _absence_is_fine(
+                iam.remove_role_from_instance_profile, InstanceProfileName=name, RoleName=member["RoleName"]
+            )
+        _absence_is_fine(iam.delete_instance_profile, InstanceProfileName=name)
+    except ClientError as exc:
+        if error_kind(response_code(exc)) is not NotFound:
+            raise
+    _absence_is_fine(iam.delete_role_policy, RoleName=name, PolicyName=POLICY_NAME)
+    _absence_is_fine(iam.delete_role, RoleName=name)
 
 
 def _has_policy(iam: Any, name: str) -> bool:

@@ -50,11 +50,15 @@ def list_firewalls(ec2: Any, *, deployment: str, region: str) -> list[Resource]:
 
 
 def list_network(ec2: Any, *, deployment: str, region: str) -> list[Resource]:
-    """The parts of a network of our own."""
-    found = []
+    """The parts of a network of our own. The network is made first and removed last: without it there are none."""
     filters = tags.by_deployment(deployment)
-    for page in ec2.get_paginator("describe_vpcs").paginate(Filters=filters):
-        found += [Resource(kind=Kind.NETWORK, region=region, id=v["VpcId"]) for v in page["Vpcs"]]
+    found = [
+        Resource(kind=Kind.NETWORK, region=region, id=v["VpcId"])
+        for page in ec2.get_paginator("describe_vpcs").paginate(Filters=filters)
+        for v in page["Vpcs"]
+    ]
+    if not found:
+        return []
     for page in ec2.get_paginator("describe_subnets").paginate(Filters=filters):
         found += [
             Resource(kind=Kind.SUBNET, region=region, id=s["SubnetId"], zone=s["AvailabilityZone"], detail=s["VpcId"])
