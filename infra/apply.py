@@ -189,8 +189,10 @@ class Applier:
                 instance_id = done.instance_ids[slot]
                 self._launcher.await_life(region, {slot: instance_id})
                 retry(lambda: provider.attach_address(region, instance_id))
-            case Terminate():
-                self._end(action)
+            case Terminate(_, resources):
+                for resource in resources:
+                    self._begin_end(resource)
+                self._await_end(resources)
             case Delete(_, resource):
                 self._delete(resource)
 
@@ -257,13 +259,19 @@ class Applier:
         for action in actions:
             if isinstance(action, Terminate):
                 self._say(planning.describe(action))
-                self._guarded(failures, [r.id for r in action.resources], partial(self._begin_end, action))
+                for resource in action.resources:
+                    self._guarded(failures, [resource.id], partial(self._begin_end, resource))
+        # Where an instance does not end, what it uses is not waited for.
+        stuck = {r.region for a in actions if isinstance(a, Terminate) for r in a.resources if r.id in failures}
         for action in actions:
             if isinstance(action, Terminate):
-                self._guarded(failures, [r.id for r in action.resources], partial(self._await_end, action))
+                ending = [r for r in action.resources if r.id not in failures]
+                self._guarded(failures, [r.id for r in ending], partial(self._await_end, ending))
             elif isinstance(action, Delete):
                 self._say(planning.describe(action))
-                self._guarded(failures, [action.resource.id], partial(self._delete, action.resource))
+                deadline_s = RETRY_S if action.region in stuck else END_S
+                call = partial(self._delete, action.resource, deadline_s=deadline_s)
+                self._guarded(failures, [action.resource.id], call)
         return failures
 
     @staticmethod
@@ -273,35 +281,32 @@ class Applier:
         except ProviderError as exc:
             failures.update(dict.fromkeys(ids, f" ({exc})"))
 
-    def _end(self, action: Terminate) -> None:
-        self._begin_end(action)
-        self._await_end(action)
+    def _begin_end(self, resource: Resource) -> None:
+        if resource.life is not Life.ENDING:
+            self.waiter.retry(
+                lambda: self.provider.terminate(resource.region, resource.id), on=(Transient,), deadline_s=RETRY_S
+            )
 
-    def _begin_end(self, action: Terminate) -> None:
-        ids = [r.id for r in action.resources if r.life is not Life.ENDING]
-        if ids:
-            self.waiter.retry(lambda: self.provider.terminate(action.region, ids), on=(Transient,), deadline_s=RETRY_S)
-
-    def _await_end(self, action: Terminate) -> None:
-        waiting = {r.id for r in action.resources}
+    def _await_end(self, resources: Sequence[Resource]) -> None:
+        waiting = {r.id: r.region for r in resources}
 
         def ended() -> bool | None:
-            for instance_id in sorted(waiting):
+            for instance_id, region in sorted(waiting.items()):
                 try:
-                    life = self.provider.lives(action.region, [instance_id]).get(instance_id, Life.ENDED)
+                    life = self.provider.lives(region, [instance_id]).get(instance_id, Life.ENDED)
                 except NotFound:
                     life = Life.ENDED
                 except Transient:
                     continue
                 if life is Life.ENDED:
-                    waiting.discard(instance_id)
+                    del waiting[instance_id]
             return True if not waiting else None
 
         if self.waiter.until(ended, deadline_s=END_S) is None:
             raise ProviderError(f"not ended after {END_S:g} s: {', '.join(sorted(waiting))}")
 
-    def _delete(self, resource: Resource) -> None:
-        self.waiter.retry(lambda: self.provider.delete(resource), on=(InUse, Transient), deadline_s=END_S)
+    def _delete(self, resource: Resource, *, deadline_s: float = END_S) -> None:
+        self.waiter.retry(lambda: self.provider.delete(resource), on=(InUse, Transient), deadline_s=deadline_s)
 
     def _look_again(self, regions: Sequence[str], *, anything: bool) -> tuple[list[Resource], dict[str, ProviderError]]:
         """What is left; nothing to look for again when nothing was removed."""

@@ -1,21 +1,24 @@
 """Asks the relay, from here, over TLS: is it up, and which nodes are behind it?
 
-`/healthz` answers 200 with JSON in which every connected node stands with its name. A relay of a version without it is
-asked for a WebSocket upgrade instead: it lives if it grants one to the secret; it then cannot speak for its nodes.
+`/healthz` says that it lives, `/readyz` why no request would be served, `/metrics` (for whoever has the secret) names
+every node that is linked; a node links when its model is loaded and has passed its self-check. A relay without these pages
+is asked for a WebSocket upgrade instead: it lives if it grants one to the secret, and cannot speak for its nodes.
 """
 
 from __future__ import annotations
 
 import base64
 import http.client
-import json
 import os
+import re
 import ssl
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 TIMEOUT_S = 10.0
 NO_SUCH_PAGE = (400, 401, 403, 404, 426)
+# A sample of the exposition format that is about one peer, with the name it has given itself.
+NAMED = re.compile(r'^\w+\{[^}]*\bpeer="[^}]*\bname="([^"]*)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +56,11 @@ class Prober(Protocol):
 def probe(address: RelayAddress, *, timeout_s: float = TIMEOUT_S) -> Health:
     """Ask once; whatever goes wrong is an answer too."""
     try:
-        status, body = _get(address, "/healthz", {}, timeout_s)
+        status, _ = _get(address, "/healthz", {}, timeout_s)
+        if status == 200:
+            return _ask_on(address, timeout_s)
         if status not in NO_SUCH_PAGE:
-            return Health(status == 200, _ready_nodes(body) if status == 200 else frozenset(), f"/healthz: {status}")
+            return Health(False, frozenset(), f"/healthz: {status}")
         upgrade = {
             "Connection": "Upgrade",
             "Upgrade": "websocket",
@@ -66,6 +71,17 @@ def probe(address: RelayAddress, *, timeout_s: float = TIMEOUT_S) -> Health:
         return Health(status == 101, None if status == 101 else frozenset(), f"WebSocket upgrade: {status}")
     except (OSError, http.client.HTTPException, ssl.SSLError, ValueError) as exc:
         return Health(False, frozenset(), f"{type(exc).__name__}: {exc}")
+
+
+def _ask_on(address: RelayAddress, timeout_s: float) -> Health:
+    """The relay lives; who is behind it?"""
+    status, body = _get(address, "/readyz", {}, timeout_s)
+    if status == 503:
+        return Health(True, frozenset(), f"/readyz: {' '.join(body.decode('utf-8', 'replace').split())}")
+    status, body = _get(address, "/metrics", {}, timeout_s)
+    if status != 200:
+        return Health(True, None, f"/healthz: 200, /metrics: {status}")
+    return Health(True, frozenset(NAMED.findall(body.decode("utf-8", "replace"))), "/readyz: 200")
 
 
 def _get(address: RelayAddress, path: str, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
@@ -95,12 +111,3 @@ class _NamedConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         http.client.HTTPConnection.connect(self)
         self.sock = self._given.wrap_socket(self.sock, server_hostname=self._name)
-
-
-def _ready_nodes(body: bytes) -> frozenset[str] | None:
-    """Names in the answer's `nodes`; None when it has no such list."""
-    answer: Any = json.loads(body)
-    nodes = answer.get("nodes") if isinstance(answer, dict) else None
-    if not isinstance(nodes, list):
-        return None
-    return frozenset(str(n.get("name")) for n in nodes if isinstance(n, dict) and n.get("ready", True))

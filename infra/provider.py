@@ -91,8 +91,8 @@ class Provider(Protocol):
         """How far instances are; raises NotFound when one is not visible (yet, or any more)."""
         ...
 
-    def terminate(self, region: str, ids: Sequence[str]) -> None:
-        """Begin to end instances; ones that are gone count as ended."""
+    def terminate(self, region: str, instance_id: str) -> None:
+        """Begin to end an instance; one that is gone counts as ended."""
         ...
 
     def delete(self, resource: Resource) -> None:

@@ -183,17 +183,8 @@ class AwsProvider:
         return compute.instance_lives(self.clients("ec2", region), ids=ids)
 
     @translated
-    def terminate(self, region: str, ids: Sequence[str]) -> None:
-        """One call each: in one call for several, a single unknown id would keep all the others alive."""
-        ec2 = self.clients("ec2", region)
-        failed: Exception | None = None
-        for instance_id in ids:
-            try:
-                self._gone_is_fine(ec2.terminate_instances, InstanceIds=[instance_id])
-            except ClientError as exc:
-                failed = exc
-        if failed is not None:
-            raise failed
+    def terminate(self, region: str, instance_id: str) -> None:
+        self._gone_is_fine(self.clients("ec2", region).terminate_instances, InstanceIds=[instance_id])
 
     @translated
     def delete(self, resource: Resource) -> None:

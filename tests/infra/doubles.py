@@ -154,12 +154,15 @@ class Faults:
         self._clients(service, region).meta.events.register(f"before-send.{service}.{operation}", handler)
         return left
 
-    def always(self, service: str, region: str, operation: str, code: str) -> Callable[[], None]:
-        """Every call fails with this code, until the function returned is called."""
+    def always(self, service: str, region: str, operation: str, code: str, *, where: str = "") -> Callable[[], None]:
+        """Every call whose body has `where` fails with this code, until the function returned is called."""
         events = self._clients(service, region).meta.events
         name = f"before-send.{service}.{operation}"
 
-        def handler(request: Any, **_: Any) -> AWSResponse:
+        def handler(request: Any, **_: Any) -> AWSResponse | None:
+            body = request.body or ""
+            if where not in (body if isinstance(body, str) else body.decode()):
+                return None
             return AWSResponse(request.url, 400, {}, _Body(error_body(service, code)))
 
         events.register(name, handler)

@@ -76,6 +76,10 @@ def all_capacity_gone(bench: Bench, faults: Faults) -> None:
     faults.always("ec2", DRAFT_REGION, "RunInstances", "InsufficientInstanceCapacity")
 
 
+def never_visible(bench: Bench, faults: Faults) -> Callable[[], None]:
+    return faults.always("ec2", VERIFY_REGION, "DescribeInstances", "InvalidInstanceID.NotFound", where="InstanceId.1")
+
+
 STEPS = [
     ("ssm", VERIFY_REGION, "PutParameter", 0),
     ("iam", "us-east-1", "CreateRole", 0),
@@ -125,28 +129,34 @@ UP_FAULTS = [
         "throttled twice", answered("ec2", DRAFT_REGION, "RunInstances", *["RequestLimitExceeded"] * 2), succeeds=True
     ),
     UpFault(
-        "internal error four times", answered("ec2", DRAFT_REGION, "RunInstances", *["InternalError"] * 4, status=500),
+        "internal error four times",
+        answered("ec2", DRAFT_REGION, "RunInstances", *["InternalError"] * 4, status=500),
         succeeds=True,
     ),
     UpFault(
-        "profile not known yet", answered("ec2", VERIFY_REGION, "RunInstances", "InvalidIamInstanceProfile.NotFound"),
+        "profile not known yet",
+        answered("ec2", VERIFY_REGION, "RunInstances", "InvalidIamInstanceProfile.NotFound"),
         succeeds=True,
     ),
     UpFault(
         "instance not visible three times",
         answered("ec2", VERIFY_REGION, "DescribeInstances", None, *["InvalidInstanceID.NotFound"] * 3),
         succeeds=True,
-    ), UpFault("instance never visible", always("ec2", VERIFY_REGION, "DescribeInstances",
-    "InvalidInstanceID.NotFound")), UpFault("answer of the launch lost", answer_lost("ec2", DRAFT_REGION,
-    "RunInstances"), succeeds=True), UpFault("a group of that name that is not ours", always("ec2", DRAFT_REGION,
-    "CreateSecurityGroup", "InvalidGroup.Duplicate")), UpFault(
+    ),
+    UpFault("instance never visible by its id", never_visible),
+    UpFault("answer of the launch lost", answer_lost("ec2", DRAFT_REGION, "RunInstances"), succeeds=True),
+    UpFault(
+        "a group of that name that is not ours",
+        always("ec2", DRAFT_REGION, "CreateSecurityGroup", "InvalidGroup.Duplicate"),
+    ),
+    UpFault(
         "rule exists already",
         answered("ec2", VERIFY_REGION, "AuthorizeSecurityGroupIngress", "InvalidPermission.Duplicate"),
         succeeds=True,
     ),
     UpFault("the address cannot be attached", always("ec2", VERIFY_REGION, "AssociateAddress", "InvalidInstanceID")),
     UpFault("the relay never answers", never_ready),
-]  # fmt: skip
+]
 
 DOWN_FAULTS = [
     DownFault("terminate fails in region 1", always("ec2", VERIFY_REGION, "TerminateInstances", "InternalError")),
@@ -156,26 +166,36 @@ DOWN_FAULTS = [
         answered("ec2", VERIFY_REGION, "TerminateInstances", "InvalidInstanceID.NotFound"),
     ),
     DownFault(
-        "group in use four times", answered("ec2", VERIFY_REGION, "DeleteSecurityGroup", *["DependencyViolation"] * 4),
+        "group in use four times",
+        answered("ec2", VERIFY_REGION, "DeleteSecurityGroup", *["DependencyViolation"] * 4),
         succeeds=True,
     ),
     DownFault("group in use for ever", always("ec2", DRAFT_REGION, "DeleteSecurityGroup", "DependencyViolation")),
-    DownFault("address in use twice", answered("ec2", VERIFY_REGION, "ReleaseAddress", *["InvalidIPAddress.InUse"] * 2),
-              succeeds=True),
+    DownFault(
+        "address in use twice",
+        answered("ec2", VERIFY_REGION, "ReleaseAddress", *["InvalidIPAddress.InUse"] * 2),
+        succeeds=True,
+    ),
     DownFault("address cannot be released", always("ec2", VERIFY_REGION, "ReleaseAddress", "AuthFailure")),
     DownFault("role in conflict for ever", always("iam", "us-east-1", "DeleteRole", "DeleteConflict")),
-    DownFault("profile's role is gone", answered("iam", "us-east-1", "RemoveRoleFromInstanceProfile", "NoSuchEntity"),
-              succeeds=True),
+    DownFault(
+        "profile's role is gone",
+        answered("iam", "us-east-1", "RemoveRoleFromInstanceProfile", "NoSuchEntity"),
+        succeeds=True,
+    ),
     DownFault("region 2 cannot be looked into", always("ec2", DRAFT_REGION, "DescribeInstances", "AuthFailure")),
     DownFault("IAM cannot be looked into", always("iam", "us-east-1", "ListRoles", "AccessDenied")),
     DownFault("secret cannot be deleted", always("ssm", VERIFY_REGION, "DeleteParameter", "AccessDeniedException")),
     DownFault("log group cannot be deleted", always("logs", DRAFT_REGION, "DeleteLogGroup", "AccessDeniedException")),
-    DownFault("throttled twice", answered("ec2", VERIFY_REGION, "TerminateInstances", *["RequestLimitExceeded"] * 2),
-              succeeds=True),
+    DownFault(
+        "throttled twice",
+        answered("ec2", VERIFY_REGION, "TerminateInstances", *["RequestLimitExceeded"] * 2),
+        succeeds=True,
+    ),
     DownFault("interrupt after the first end", interrupted_after("ec2", VERIFY_REGION, "TerminateInstances")),
     DownFault("interrupt after a group is deleted", interrupted_after("ec2", VERIFY_REGION, "DeleteSecurityGroup")),
     DownFault("interrupt after a profile is deleted", interrupted_after("iam", "us-east-1", "DeleteInstanceProfile")),
-]  # fmt: skip
+]
 
 
 def run_up_fault(fault: UpFault, bench: Bench, faults: Faults) -> bool:
