@@ -1,8 +1,8 @@
 """Asks the relay, from here, over TLS: is it up, and which nodes are behind it?
 
 `/healthz` says that it lives, `/readyz` why no request would be served, `/metrics` (for whoever has the secret) names
-every node that is linked; a node links when its model is loaded and has passed its self-check. A relay without these pages
-is asked for a WebSocket upgrade instead: it lives if it grants one to the secret, and cannot speak for its nodes.
+every node that is linked; a node links when its model is loaded and has passed its self-check. A relay without these
+pages is asked for a WebSocket upgrade instead: it lives if it grants one to the secret, and cannot speak for its nodes.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ class Clients:
     Args:
         endpoint_url: where all services are asked instead of at AWS; for tests.
         max_attempts: tries of one call; botocore waits between them, with jitter.
+        session: used instead of a new one of `profile`.
     """
 
     def __init__(
@@ -26,9 +27,9 @@ class Clients:
         profile: str | None = None,
         endpoint_url: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
-        **session: Any,
+        session: boto3.session.Session | None = None,
     ) -> None:
-        self._session = boto3.session.Session(profile_name=profile, **session)
+        self._session = session or boto3.session.Session(profile_name=profile)
         self._endpoint_url = endpoint_url
         self._config = Config(
             retries={"mode": "standard", "total_max_attempts": max_attempts},

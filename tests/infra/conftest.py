@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import botocore.httpsession
-import botocore.session
 import pytest
 
 from infra.aws.client import Clients
@@ -24,7 +24,7 @@ from tests.infra.doubles import IMAGES, Bench, Faults, VirtualClock, a_spec
 
 LOOPBACK = ("127.0.0.1", "localhost")
 # Service models are read once for all tests; events and credentials belong to the clients made from it.
-SHARED_SESSION = botocore.session.Session()
+SHARED_SESSION = boto3.session.Session()
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +94,7 @@ def moto(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def clients(moto: str) -> Clients:
-    return Clients(endpoint_url=moto, max_attempts=3, botocore_session=SHARED_SESSION)
+    return Clients(endpoint_url=moto, max_attempts=3, session=SHARED_SESSION)
 
 
 @pytest.fixture
