@@ -35,8 +35,6 @@ if __package__ in (None, ""):
 
 from engine.checkpoint import Checkpoint
 
-STATE_WEIGHT = 1.0
-
 
 @dataclass
 class Sequences:
@@ -176,7 +174,7 @@ def make_batch(
     return Batch(hidden, final, real, torch.cat(rows), torch.cat(ids), torch.cat(probs))
 
 
-def loss_of(drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
+def loss_of(drafter: Drafter, batch: Batch, state_weight: float) -> tuple[Tensor, Tensor]:
     """Mean loss over answer positions, and the logits [n, vocab] it was taken from."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         every = drafter(batch.hidden.float())
@@ -191,7 +189,7 @@ def loss_of(drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
     hard = torch.where(inside[:, 0], -picked[:, 0], 0.0)
     # The last state itself is a richer target than 16 logits, and is known at prompt positions too (as in EAGLE).
     regression = torch.nn.functional.smooth_l1_loss(every[batch.real].float(), batch.final[batch.real].float())
-    return (0.5 * soft + 0.5 * hard).mean() + STATE_WEIGHT * regression, logits
+    return (0.5 * soft + 0.5 * hard).mean() + state_weight * regression, logits
 
 
 @torch.inference_mode()
@@ -202,7 +200,7 @@ def hit_rates(
     hits, total = dict.fromkeys((1, 2, 4, 8), 0), 0
     for first in range(0, len(data), 16):
         batch = make_batch(data, states, finals, list(range(first, min(first + 16, len(data)))), reduced)
-        _, logits = loss_of(drafter, batch)
+        _, logits = loss_of(drafter, batch, 0.0)
         best = logits.topk(8).indices
         wanted = batch.top_ids[:, :1]
         total += len(wanted)
@@ -236,6 +234,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=320)
     parser.add_argument("--held-out", type=int, default=1, help="last shards kept for validation")
     parser.add_argument("--max-shards", type=int, default=0, help="use only the first so many, to see what data buys")
+    parser.add_argument("--state-weight", type=float, default=1.0, help="of the regression on the target's last state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1e9, help="end the schedule so that it takes no longer")
@@ -303,7 +302,7 @@ def main() -> None:
             rate = args.lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, _ = loss_of(drafter, make_batch(train, train_states, train_finals, batches[b], reduced))
+            loss, _ = loss_of(drafter, make_batch(train, train_states, train_finals, batches[b], reduced), args.state_weight)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
