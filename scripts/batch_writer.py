@@ -88,8 +88,8 @@ class BatchWriter(LeanForward):
                 raise ValueError(
                     f"prompt + max_new must be at most {self._capacity}, got {len(job.prompt)} + {job.max_new}"
                 )
-            if len(job.prompt) <= len(self._prefix) or job.prompt[: len(self._prefix)] != self._prefix:
-                raise ValueError("every prompt must go on after the common prefix")
+            if job.prompt[: len(self._prefix)] != self._prefix:
+                raise ValueError("every prompt must begin with the common prefix")
         written: dict[int, Written] = {}
         waiting = iter(enumerate(jobs))
         live: list[_Live] = []
@@ -121,7 +121,7 @@ class BatchWriter(LeanForward):
     def _prefill(self, slot: int, tokens: list[int], first: int) -> None:
         """Fill the slot's cache with tokens[first:]."""
         n, length = len(tokens) - first, len(tokens)
-        if n:
+        if n > 0:  # a prompt that is the prefix alone has its last token decoded again
             self(
                 torch.tensor(tokens[first:]), torch.arange(first, length),
                 torch.ones(n, length, dtype=torch.bool).tril(first),

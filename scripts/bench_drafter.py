@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -156,6 +157,7 @@ def main() -> None:
         lm = load_distilled(Path(folder), checkpoint, dtype=args.dtype, device="cpu")
         about = json.loads((Path(folder) / "drafter.json").read_text())
         model = CachedModel(lm, num_slots=1, max_length=MAX_LENGTH, max_tree_rows=1)
+        kept = set(load_file(Path(folder) / "drafter.safetensors")["ids"].tolist())
         entry: dict[str, Any] = {
             "about": {k: v for k, v in about.items() if k not in ("history", "shards", "target_weights")},
             "ms per draft token": round(step_ms(lm, 1), 3),
@@ -164,6 +166,8 @@ def main() -> None:
         for label, sampling in SAMPLINGS.items():
             rows = json.loads((args.answers / f"{label.replace('=', '')}.json").read_text())
             ranked = [(row["kind"], hits_of(model, row, sampling, checkpoint.tokenizer.vocab_size)) for row in rows]
+            inside = [token in kept for row in rows if row["kind"] == "chat" for token in row["answer"]]
+            entry[f"share of {label} chat tokens inside the head"] = round(statistics.fmean(inside), 4)
             entry[label] = {"all": figures(ranked)} | {
                 kind: figures([pair for pair in ranked if pair[0] == kind]) for kind in sorted({k for k, _ in ranked})
             }
