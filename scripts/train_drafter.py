@@ -5,11 +5,12 @@ start as copies of the layers that follow, then the final norm and a head of the
 rows are the target's. Only the trained layers, the norm and the id map are saved: everything else lies in the target's
 checkpoint. The frozen layers' output is computed once and kept in memory.
 
-Loss: half cross-entropy against the target's argmax, half against its top log-probabilities (soft labels, Hinton et
-al. 2015), over answer positions; and smooth L1 against the target's last state, over all positions (Li et al. 2024,
-EAGLE). Deterministic for a seed on one machine; `--out` holds a resume point.
+Loss, over answer positions: half cross-entropy against the target's argmax, half against its top log-probabilities
+(soft labels, Hinton et al. 2015); and smooth L1 against the target's last state where the shard has it (Li et al. 2024,
+EAGLE).
+Deterministic for a seed on one machine, unless `--minutes` ends it; `--out` holds a resume point.
 
-    python scripts/train_drafter.py --target DIR --data DIR --out DIR --epochs 8
+    python scripts/train_drafter.py --target DIR --data DIR [DIR ...] --out DIR --epochs 8
 """
 
 from __future__ import annotations
@@ -282,8 +283,8 @@ def main() -> None:
     started, first_step = time.monotonic(), step
     for epoch in range(first_epoch, args.epochs):
         generator = torch.Generator().manual_seed(args.seed * 1000 + epoch)
-        total = 0.0
-        for n, b in enumerate(torch.randperm(len(batches), generator=generator).tolist()):
+        total, steps_of_epoch = 0.0, 0
+        for b in torch.randperm(len(batches), generator=generator).tolist():
             elapsed_min = (time.monotonic() - started) / 60
             # With a time limit the schedule is a function of the time, so that it always ends at the bottom.
             done = max(step / num_steps, elapsed_min / args.minutes)
@@ -301,15 +302,16 @@ def main() -> None:
                 optimizer.step()
             total += loss.item()
             step += 1
+            steps_of_epoch += 1
             if step % 20 == 0:
                 left = num_steps - step
                 pace = (time.monotonic() - started) / (step - first_step)
                 bar = "#" * round(30 * done) + "." * (30 - round(30 * done))
                 end = "\r" if sys.stdout.isatty() else "\n"
-                figures = f"epoch {epoch} loss {total / (n + 1):.3f} {pace:.2f} s/step"
+                figures = f"epoch {epoch} loss {total / steps_of_epoch:.3f} {pace:.2f} s/step"
                 print(f"[{bar}] {figures}, {left * pace / 60:.0f} min left", end=end, flush=True)
         rates = hit_rates(drafter, held, held_states, reduced)
-        history.append({"epoch": epoch, "loss": total / max(1, len(batches)), **rates})
+        history.append({"epoch": epoch, "loss": total / max(1, steps_of_epoch), **rates})
         print(f"epoch {epoch}: {json.dumps(history[-1])} after {(time.monotonic() - started) / 60:.1f} min", flush=True)
         args.out.mkdir(parents=True, exist_ok=True)
         state = {"drafter": drafter.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
