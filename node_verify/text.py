@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from node_verify.requests import Request
+
 
 class DecodeStream(Protocol):
     """Turns tokens into text one by one; `engine/tokenizer.py` supplies it."""
@@ -48,6 +50,11 @@ class AnswerText:
         self._held = ""
         self._stopped = False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed."""
+        return self._stopped
+
     def push(self, tokens: Sequence[int]) -> Push:
         """Add a block of tokens. After a stop nothing is added any more."""
         shown: list[str] = []
@@ -78,6 +85,23 @@ class AnswerText:
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
+
+
+def answer_text(request: Request, stream: DecodeStream) -> AnswerText:
+    """The text of a request's answer, behind the tokens that were committed elsewhere.
+
+    The client has the text of those: what tokens show depends on the tokens before them, not on the blocks they are in.
+    """
+    text = AnswerText(stream, request.stop)
+    text.push(request.committed)
+    return text
+
+
+def ended_by(request: Request, text: AnswerText) -> str:
+    """The finish reason of an answer whose committed tokens were its last already; "" if it goes on."""
+    if request.committed and (text.stopped or request.committed[-1] in request.stop_ids):
+        return "stop"
+    return "length" if request.committed and len(request.known_ids) >= request.limit else ""
 
 
 def _overlap(text: str, stop: str) -> int:

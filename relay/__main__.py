@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from relay.config import RelayConfig
+from relay.credentials import CredentialsError
 from relay.server import RelayServer
 from wire.aio.process import EXIT_OK, announce, run_main, stop_on_signals
 from wire.aio.trace import TraceWriter
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     config = RelayConfig.read(argv)
     setup_logging(config.log_level)
-    return run_main("relay", lambda: serve(config), debug=config.log_level == "debug")
+    return run_main("relay", lambda: serve(config), CredentialsError, debug=config.log_level == "debug")
 
 
 if __name__ == "__main__":
