@@ -122,6 +122,8 @@ class CausalLM:
         if missing:
             raise CheckpointError(f"{type(model).__name__} takes no {', '.join(sorted(missing))}: it cannot be served")
         self._keeps_logits = "logits_to_keep" in parameters
+        # Eager attention adds the mask to the scores.
+        self._adds_masks = model.config.get_text_config()._attn_implementation == "eager"
         self._ids: Tensor | None = None  # of a reduced head: the token id of each of its rows
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
@@ -194,11 +196,10 @@ class CausalLM:
 
     def _forward_hf(self, tokens: Tensor, positions: Tensor, masks: Masks, cache: Any, *, num_logits: int) -> Tensor:
         wanted = {"logits_to_keep": num_logits} if self._keeps_logits else {}
-        mask: Any = masks.full
-        if masks.sliding is not None:
-            mask = masks.sliding
-            if self._is_mixed:
-                mask = {"full_attention": masks.full, "sliding_attention": masks.sliding}
+        full, sliding = (self._mask(mask) for mask in (masks.full, masks.sliding))
+        mask: Any = full if sliding is None else sliding
+        if sliding is not None and self._is_mixed:
+            mask = {"full_attention": full, "sliding_attention": sliding}
         output = self.model(
             input_ids=tokens,
             position_ids=positions,
@@ -209,6 +210,13 @@ class CausalLM:
         )
         logits: Tensor = output.logits
         return logits[0, -num_logits:]
+
+    def _mask(self, mask: Tensor | None) -> Tensor | None:
+        """The mask as the model's attention wants it."""
+        if mask is None or not self._adds_masks:
+            return mask
+        unseen = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+        return unseen.masked_fill(~mask, torch.finfo(self.dtype).min)
 
     @torch.inference_mode()
     def _probe(self) -> list[LayerShape]:

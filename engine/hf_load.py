@@ -87,6 +87,15 @@ def _refuse_state(model_class: Any, name: str) -> None:
         )
 
 
+def attention_for(config: Any) -> str:
+    """Which of transformers' attentions computes what the model means: "sdpa", or "eager" where that leaves out a
+    cap on the scores or attention sinks.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if capped or not getattr(model_class, "_supports_sdpa", True) else "sdpa"
+
+
 def load_model(
     directory: Path,
     config: Any,
@@ -125,7 +134,7 @@ def load_model(
                 directory,
                 config=config,
                 dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=attention_for(config),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **({"device_map": device_map} if device_map else {}),

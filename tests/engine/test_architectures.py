@@ -30,6 +30,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
     "gemma3_text": {"layers": 4, "head_dim": 16, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     "gemma2": {"layers": 2, "head_dim": 16, "sliding_window": WINDOW},
+    # Attention sinks, experts, and a window in some layers.
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW},
     # Query and key norms, another rotary embedding.
     "qwen3": {"head_dim": 16},
     "phi3": {},
@@ -37,7 +39,7 @@ SERVED: dict[str, dict[str, Any]] = {
 REFUSED = {
     "jamba": "layers: their state cannot be rewound",
     "mamba": "linear_attention layers: their state cannot be rewound",
-    "recurrent_gemma": r"keeps a recurrent state \(RecurrentGemmaForCausalLM\), which cannot be rewound",
+    "recurrent_gemma": "cannot be rewound",
     "qwen3_next": "linear_attention layers: their state cannot be rewound",
     "falcon_h1": "cannot be rewound",
     "bamba": "layers: their state cannot be rewound",

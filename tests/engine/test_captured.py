@@ -30,7 +30,7 @@ VOCAB = 320
 
 
 def make_captured(lm: CausalLM, capturer: Capturer | None = None, **sizes: int) -> CachedModel:
-    """Buckets up to 128 rows, up to 16 with all logits; lengths 64 and 168, which are the ends of the segments too."""
+    """Buckets up to 128 rows, up to 8 with all logits; lengths 64 and 168, which are the ends of the segments too."""
     sizes = {"num_slots": 2, "max_length": 160, "max_tree_rows": 8, "first_segment": 64} | sizes
     plain = CausalLM(lm.model, lean=False)
     model = CachedModel(plain, capturer=capturer or TapeCapturer(), **sizes)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_random_work_gives_the_logits_of_eager_passes_and_captures_nothing_twice(lm: CausalLM) -> None:
     """Rows of all numbers, trees, rewinds, compactions on two slots, with NaN in every row that is not in use."""
     capturer = TapeCapturer()
-    captured, eager = make_captured(lm, capturer), make_eager(lm)
+    captured, eager = make_captured(lm, capturer, max_tree_rows=16), make_eager(lm, max_tree_rows=16)
     captured.warm_up()
     num_captures, addresses = captured.num_captures, captured.addresses()
     rng = random.Random(4)
@@ -155,8 +155,8 @@ def test_the_cache_grows_by_segments_moves_nothing_and_counts_its_captures(lm: C
     assert segments == [1] * 8 + [2] * 12
     assert counts[:8] == [at_start] * 8
     assert len(set(counts[8:])) == 1
-    # Two lengths of twelve shapes, and a compaction for each number of segments.
-    assert (at_start, counts[-1]) == (13, 26)
+    # Two lengths of eleven shapes, and a compaction for each number of segments.
+    assert (at_start, counts[-1]) == (12, 24)
     assert counts[-1] == capturer.num_captures
     assert model.cache.num_bytes > 2 * num_bytes
     # Behind the edge of a segment: a tree across it, compacted, and a rewind back over it.
