@@ -75,13 +75,20 @@ class Outbox:
             self._small.appendleft((frame, now))
             self.num_bytes += len(frame)
 
-    def take_small(self) -> Entry | None:
-        """The next whole frame; None if none waits."""
-        if not self._small:
-            return None
-        entry = self._small.popleft()
-        self.num_bytes -= len(entry[0])
-        return entry
+    def take_small(self, max_bytes: int) -> list[Entry]:
+        """The next whole frames, until they reach `max_bytes`."""
+        if self.num_bytes <= max_bytes and not self._big:
+            entries = list(self._small)
+            self._small.clear()
+            self.num_bytes = 0
+            return entries
+        entries, num_bytes = [], 0
+        while self._small and num_bytes < max_bytes:
+            entry = self._small.popleft()
+            entries.append(entry)
+            num_bytes += len(entry[0])
+        self.num_bytes -= num_bytes
+        return entries
 
     def take_big(self) -> Entry | None:
         """The next part, or a whole frame that belongs behind parts; None if none waits."""

@@ -60,9 +60,7 @@ def test_c044_small_frames_pass_a_big_one_and_those_of_its_session_do_not() -> N
     outbox.add(cancel, 0.0)
     outbox.add(delta("b"), 0.0)
     outbox.add_first([b"pong"], 0.0)
-    small = []
-    while (entry := outbox.take_small()) is not None:
-        small.append(entry[0])
+    small = [frame for frame, _ in outbox.take_small(1 << 20)]
     assert small == [b"pong", delta("a"), delta("b")]
     assembler, came = Assembler(), []
     while (entry := outbox.take_big()) is not None:
@@ -84,9 +82,7 @@ def test_c044_each_session_keeps_its_order_and_nothing_is_lost(frames: list[tupl
 
     def step() -> bool:
         """What a link does in one turn: all that is small, then one part."""
-        found = []
-        while (entry := outbox.take_small()) is not None:
-            found.append(entry[0])
+        found = [frame for frame, _ in outbox.take_small(1 << 20)]
         if (entry := outbox.take_big()) is not None:
             whole = assembler.take(entry[0]) if is_part(entry[0]) else entry[0]
             found += [whole] if whole is not None else []
@@ -113,3 +109,21 @@ def test_the_bounds_hold_for_parts_too() -> None:
         outbox.add(delta("a", 2 * PART_BYTES), 0.0)
     with pytest.raises(FrameTooLarge):
         Outbox(100, 1 << 30).add(b"x" * (MAX_FRAME_BYTES + 1), 0.0)
+
+
+@given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 1000), st.booleans())
+def test_what_is_taken_at_once_is_bounded(sizes: list[int], max_bytes: int, with_big: bool) -> None:
+    outbox = Outbox(1000, 1 << 30)
+    if with_big:
+        outbox.add(delta("big", 2 * PART_BYTES), 0.0)
+    frames = [delta("a", size, i) for i, size in enumerate(sizes)]
+    for i, frame in enumerate(frames):
+        outbox.add(frame, float(i))
+    taken = []
+    while batch := outbox.take_small(max_bytes):
+        assert sum(len(frame) for frame, _ in batch[:-1]) < max_bytes
+        taken += batch
+    assert taken == [(frame, float(i)) for i, frame in enumerate(frames)]
+    while outbox.take_big() is not None:
+        continue
+    assert outbox.num_bytes == 0

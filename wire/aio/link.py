@@ -70,7 +70,7 @@ class Link:
         self.websocket = websocket
         self.connection = connection
         self._outbox = Outbox(max_queued_frames, max_queued_bytes)
-        self._on_write = on_write
+        self.on_write = on_write
         self._on_malformed = on_malformed
         self.pace = pace
         self.num_read = self.num_written = 0
@@ -262,15 +262,28 @@ class Link:
             return
         now, num_bytes = self._loop.time(), 0
         written: list[bytes] = []
-        while num_bytes < MAX_WRITE_BYTES and (entry := outbox.take_small()) is not None:
-            frame = entry[0]
-            if self._on_write is not None:
-                frame = self._on_write(frame, entry[1], now)
-            self._serialize(frame, TEXT, written)
-            num_bytes += len(frame)
+        on_write, masks = self.on_write, self._masks
+        for frame, queued_at in outbox.take_small(MAX_WRITE_BYTES):
+            if on_write is not None:
+                frame = on_write(frame, queued_at, now)
+            size = len(frame)
+            num_bytes += size
+            if masks:
+                websocket.protocol.send_text(frame)
+            else:
+                written += (server_header(size), frame)
+            self.num_written += 1
         if num_bytes < MAX_WRITE_BYTES and (entry := outbox.take_big()) is not None:
-            self._serialize(entry[0], BINARY if is_part(entry[0]) else TEXT, written)
-            num_bytes += len(entry[0])
+            frame = entry[0]
+            opcode = BINARY if is_part(frame) else TEXT
+            if not masks:
+                written += (server_header(len(frame), opcode), frame)
+            elif opcode == TEXT:
+                websocket.protocol.send_text(frame)
+            else:
+                websocket.protocol.send_binary(frame)
+            num_bytes += len(frame)
+            self.num_written += 1
         self.bytes_written += num_bytes
         websocket.transport.write(b"".join(written or websocket.protocol.data_to_send()))
         # Parts go only as fast as the socket takes them; what is small need not wait for its acknowledgement.
@@ -280,15 +293,6 @@ class Link:
             self._flush_soon()
         else:
             self._drained.set()
-
-    def _serialize(self, frame: bytes, opcode: int, written: list[bytes]) -> None:
-        self.num_written += 1
-        if not self._masks:
-            written += (server_header(len(frame), opcode), frame)
-        elif opcode == TEXT:
-            self.websocket.protocol.send_text(frame)
-        else:
-            self.websocket.protocol.send_binary(frame)
 
     def _flush_soon(self) -> None:
         self._drained.clear()

@@ -16,6 +16,7 @@ CLOSE_TIMEOUT_S = 1.0
 TEXT, BINARY = 0x81, 0x82
 """First bytes of whole frames: final, and of this kind."""
 UNSENT_LOW_BYTES = 64 << 10
+_SHORT = tuple(bytes((TEXT, num_bytes)) for num_bytes in range(126))
 QUIET = logging.getLogger("websockets.foredraft")
 """The library's log. It tells of failed handshakes with tracebacks, and of headers, the secret's among them, at its
 debug level; what matters of both is told by our own loggers."""
@@ -49,7 +50,7 @@ def set_nodelay(websocket: WebSocket) -> None:
 def server_header(num_bytes: int, opcode: int = TEXT) -> bytes:
     """What stands before an unmasked frame of so many bytes (RFC 6455, section 5.2)."""
     if num_bytes < 126:
-        return bytes((opcode, num_bytes))
+        return _SHORT[num_bytes] if opcode == TEXT else bytes((opcode, num_bytes))
     if num_bytes < 1 << 16:
         return bytes((opcode, 126)) + num_bytes.to_bytes(2, "big")
     return bytes((opcode, 127)) + num_bytes.to_bytes(8, "big")
