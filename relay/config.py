@@ -11,7 +11,7 @@ from relay.router import MALFORMED_LIMIT
 from wire.errors import ProtocolError
 from wire.messages import MAX_POSITION
 from wire.sampling import Sampling
-from wire.settings import parser, read_secret, whole
+from wire.settings import parser, read_secret, read_secret_file, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,9 @@ class RelayConfig:
     malformed_limit: int = MALFORMED_LIMIT
     log_level: str = "info"
     trace: Path | None = None
+    http_host: str = "127.0.0.1"
+    http_port: int | None = None
+    admin_secret: str = ""
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> RelayConfig:
@@ -60,8 +63,19 @@ class RelayConfig:
             help="malformed frames after which a peer is closed",
         )  # fmt: skip
         args.add_argument("--trace", type=Path, help="write a JSONL trace of every decision to this file")
+        args.add_argument(
+            "--http-port", type=whole(0, 65535),
+            help="serve the OpenAI-compatible API and the status page on this port, 0 for a free one; left out: not",
+        )  # fmt: skip
+        args.add_argument("--http-host", default="127.0.0.1", help="address for --http-port; 0.0.0.0 for all")
+        args.add_argument(
+            "--admin-secret-file", type=Path, help="file with the secret that opens the status page (else: the secret)"
+        )
         given = args.parse_args(argv)
         return cls(
+            http_host=given.http_host,
+            http_port=given.http_port,
+            admin_secret=read_secret_file(args, "--admin-secret-file", given.admin_secret_file),
             secret=read_secret(args, given),
             host=given.host,
             port=given.port,

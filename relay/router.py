@@ -6,9 +6,10 @@ opaque bytes; only what is rare (OpenSession, Cancel, Error) is decoded.
     from     type                   goes to                     and
     ------   --------------------   -------------------------   --------------------------------------------------
     client   OpenSession            a verify node               the session begins; a draft node is paired if one fits
+    client   Tokenize               a verify node               likewise, without a draft node
     client   Cancel                 the session's verify node   the session ends with the Done that answers it
     verify   TextDelta              the session's client
-    verify   Done, Error            the session's client        the session ends
+    verify   Done, Tokenized, Error the session's client        the session ends
     verify   Error "malformed"      the session's draft node    it is not listened to again; another is paired
     verify   Prefix, Acceptance     the session's draft node
     draft    Candidates, Resync     the session's verify node
@@ -41,6 +42,7 @@ from wire.messages import (
     Paired,
     PeerGone,
     Release,
+    Tokenize,
 )
 
 MALFORMED_LIMIT = 20
@@ -219,7 +221,7 @@ class Router:
             request = decode(frame)
         except ProtocolError as exc:
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_request", str(exc))
-        assert isinstance(request, OpenSession), "peek and decode agree on the type"
+        assert isinstance(request, OpenSession | Tokenize), "peek and decode agree on the type"
         if session_id in self.sessions:
             text = f"session {session_id} exists already"
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_session", text)
@@ -231,7 +233,8 @@ class Router:
         verify, why_not = choose_verify(request.model, self._nodes("verify"))
         if verify is None:
             return self._fail(client, session_id, DropReason.NO_VERIFY_NODE, "no_verify_node", why_not)
-        session = Session(session_id, client.id, verify.id, request.speculate, now)
+        speculate = isinstance(request, OpenSession) and request.speculate
+        session = Session(session_id, client.id, verify.id, speculate, now)
         self.sessions[session_id] = session
         client.sessions[session_id] = verify.sessions[session_id] = None
         return [Forward(verify.id, frame), *self._pair(session)]
@@ -357,9 +360,11 @@ class Router:
 _Handler = Callable[[Router, Peer, str, bytes, float], list[Action]]
 _HANDLERS: dict[tuple[str, str], _Handler] = {
     ("client", "open_session"): Router._open,
+    ("client", "tokenize"): Router._open,
     ("client", "cancel"): Router._cancel,
     ("verify", "text_delta"): Router._to_client,
     ("verify", "done"): Router._done,
+    ("verify", "tokenized"): Router._done,
     ("verify", "error"): Router._verify_error,
     ("verify", "prefix"): Router._to_draft,
     ("verify", "acceptance"): Router._to_draft,

@@ -21,14 +21,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from relay.config import RelayConfig
+from relay.local import FrameTap, LocalLink
 from relay.router import Action, ClosePeer, DropReason, Forward, Router, Send, SessionEnded
 from wire.aio.link import CLOSE_TIMEOUT_S, Link, WebSocket
 from wire.aio.listener import Listener
 from wire.aio.trace import TraceWriter
-from wire.codec import append_residence
+from wire.codec import append_residence, encode
 from wire.connection import Connection, PeerHello
-from wire.errors import LinkLost, ProtocolError, QueueFull, VersionMismatch, WireError
-from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Error, Hello, Message, Welcome
+from wire.errors import LinkLost, ProtocolError, QueueFull, Refused, VersionMismatch, WireError
+from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Error, Hello, Message, SessionMessage, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ class RelayServer:
         self.config = config
         self.trace = trace or TraceWriter(None)
         self.router = Router(malformed_limit=config.malformed_limit)
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, Link | LocalLink] = {}
+        self.tap: FrameTap | None = None
+        """Shown every frame that comes in, while somebody watches."""
         self.port = 0
         self._listener = Listener(self._on_websocket, secret=config.secret, open_timeout_s=config.handshake_timeout_s)
         self._numbers = itertools.count(1)
@@ -90,6 +93,30 @@ class RelayServer:
         await self._listener.close("the relay is shutting down")
         drops = {reason.value: count for reason, count in self.router.drops.items()}
         log.info("closed; dropped in total: %s", drops or "nothing")
+
+    def join_local(self, hello: Hello, link: LocalLink) -> str:
+        """Let in a peer of this very process, without a socket; returns its id.
+
+        Raises:
+            Refused: the router turns it away.
+        """
+        peer_id = f"local-{next(self._numbers)}"
+        actions = self.router.on_hello(peer_id, hello, self._now())
+        refusal = next((action for action in actions if isinstance(action, ClosePeer) and action.peer == peer_id), None)
+        if refusal is not None:
+            raise Refused(refusal.reason)
+        self.links[peer_id] = link
+        self._perform(actions, self._now())
+        return peer_id
+
+    def from_local(self, peer_id: str, message: SessionMessage) -> None:
+        """Take a message of a local peer.
+
+        Raises:
+            FrameTooLarge, ProtocolError: it cannot be sent.
+        """
+        frame, now = encode(message), self._now()
+        self._perform(self.router.route(peer_id, message.type, message.session, frame, now), now)
 
     async def _on_websocket(self, websocket: WebSocket) -> None:
         """The life of one authenticated peer."""
@@ -156,6 +183,8 @@ class RelayServer:
         """Carry a peer's frames until its link ends."""
 
         def on_frame(kind: str, session: str | None, frame: bytes, now: float) -> None:
+            if self.tap is not None:
+                self.tap(kind, session, frame, now)
             self._perform(self.router.route(peer_id, kind, session, frame, now), now)
 
         reason, code = "", 1000
@@ -221,7 +250,7 @@ class RelayServer:
         assert self._farewells is not None, "peers come while the relay serves"
         self._farewells.create_task(self._say_goodbye(link, code, reason), name=f"farewell to {peer}")
 
-    async def _say_goodbye(self, link: Link, code: str, reason: str) -> None:
+    async def _say_goodbye(self, link: Link | LocalLink, code: str, reason: str) -> None:
         try:
             if code != "slow_consumer":
                 link.send(Error(code=code, message=reason))
@@ -232,7 +261,7 @@ class RelayServer:
         await self._close(link, CLOSE_CODES.get(code, 4000), reason)
 
     @staticmethod
-    async def _close(link: Link, code: int, reason: str) -> None:
+    async def _close(link: Link | LocalLink, code: int, reason: str) -> None:
         """Close a link; one that does not close in time is cut. Raises nothing: the link is over either way."""
         try:
             async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy", "speculation", "wire"},
     "node_draft": {"wire", "speculation", "engine", "configargparse", "torch", "numpy"},
     "node_verify": {"wire", "speculation", "engine", "configargparse", "torch", "numpy"},
-    "relay": {"wire", "configargparse", "aiohttp"},
+    "relay": {"wire", "configargparse", "aiohttp", "pydantic", "orjson", "rich"},
     "infra": {"boto3", "botocore"},
 }
 # A pure core reads no clock, waits for nothing and knows no environment.

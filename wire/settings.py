@@ -106,21 +106,31 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namespace) -> str:
     """The shared secret; a missing or short one is a usage error."""
     if given.secret_file is not None:
-        try:
-            secret = str(given.secret_file.read_text()).strip()
-        except OSError as exc:
-            arguments.error(f"--secret-file {given.secret_file}: {exc.strerror}")
-        except UnicodeDecodeError:
-            arguments.error(f"--secret-file {given.secret_file}: not a text file")
-    else:
-        secret = os.environ.get(SECRET_VARIABLE, "")
+        return read_secret_file(arguments, "--secret-file", given.secret_file)
+    return _checked_secret(arguments, os.environ.get(SECRET_VARIABLE, ""))
+
+
+def read_secret_file(arguments: configargparse.ArgumentParser, flag: str, path: Path | None) -> str:
+    """The secret in a file, empty without one; a file that cannot be read is a usage error."""
+    if path is None:
+        return ""
+    try:
+        secret = path.read_text().strip()
+    except OSError as exc:
+        arguments.error(f"{flag} {path}: {exc.strerror}")
+    except UnicodeDecodeError:
+        arguments.error(f"{flag} {path}: not a text file")
+    return _checked_secret(arguments, secret)
+
+
+def _checked_secret(arguments: configargparse.ArgumentParser, secret: str) -> str:
     if len(secret) < MIN_SECRET_CHARS:
         arguments.error(
             f"no secret of at least {MIN_SECRET_CHARS} characters: set {SECRET_VARIABLE} or give --secret-file"
         )
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
         arguments.error("the secret must be printable ASCII without spaces")
-    return str(secret)
+    return secret
 
 
 def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
