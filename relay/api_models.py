@@ -234,7 +234,7 @@ class ChatRequest(Generation):
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             text = (
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: give one"
+                f"max_completion_tokens is {self.max_completion_tokens} and max_tokens is {self.max_tokens}: give one"
             )
             raise ApiError(400, text, param="max_completion_tokens", code="invalid_value")
 

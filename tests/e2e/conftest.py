@@ -90,10 +90,11 @@ def start_pipeline(tmp_path: Path) -> StartPipeline:
         verify_flags: tuple[str, ...] = (),
         draft_flags: tuple[str, ...] = (),
         emulator_flags: tuple[str, ...] = (),
+        relay_flags: tuple[str, ...] = (),
     ) -> AsyncIterator[Pipeline]:
         parts = Parts(tmp_path, SECRET)
         try:
-            relay = await parts.start("relay", ["-m", "relay", "--port", "0"])
+            relay = await parts.start("relay", ["-m", "relay", "--port", "0", *relay_flags])
             by_name = {"relay": relay}
 
             async def node(role: str, model: Path, *flags: str) -> None:

@@ -424,3 +424,33 @@ async def test_a_lost_verify_node_is_told_in_the_openai_form(in_process: Any) ->
     pipeline.verify.link.abort()
     status, body = await asyncio.wait_for(asking, BOUND_S)
     assert (status, body["error"]["code"], body["error"]["type"]) == (502, "verify_lost", "server_error")
+
+
+@pytest.mark.slow
+async def test_over_processes_and_a_real_tokenizer_and_in_little_memory(
+    start_pipeline: Any, checkpoints: dict[str, Any]
+) -> None:
+    async with start_pipeline(
+        target=checkpoints["target"], drafter=checkpoints["drafter"], relay_flags=("--http-port", "0")
+    ) as pipeline, pipeline.client() as streaming:  # fmt: skip
+        relay = pipeline.by_name["relay"]
+        base_url = f"http://127.0.0.1:{relay.ready['http_port']}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=SECRET, max_retries=0) as client:
+            for prompt in ("the 'mint' tea", "x     y", "Hi 🙂🙂 日本語", " a space first"):
+                sampling = Sampling(temperature=1.0, seed=3)
+                _, text, finished = await pipeline.ask(
+                    streaming, messages=[("user", prompt)], max_tokens=40, sampling=sampling, stop=["e q"]
+                )
+                asked = {"model": "target", "messages": [{"role": "user", "content": prompt}], "max_tokens": 40,
+                         "temperature": 1.0, "seed": 3, "stop": ["e q"]}  # fmt: skip
+                whole = await client.chat.completions.create(**asked)
+                pieces = [piece async for piece in await client.chat.completions.create(**asked, stream=True)]
+                assert whole.choices[0].message.content == text
+                assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
+                assert whole.usage.completion_tokens == finished.completion_tokens
+            top = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+            entries = top.choices[0].logprobs.content
+            spelled = b"".join(bytes(entry.bytes) for entry in entries)
+            assert spelled.decode(errors="replace").startswith(text[:20])
+            await asyncio.gather(*(client.chat.completions.create(**asked, n=4) for _ in range(5)))
+        assert relay.resident_mb() < 150
