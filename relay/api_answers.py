@@ -19,6 +19,16 @@ from wire.messages import SOURCES, Done, OpenSession, TextDelta, TokenLogprob
 MAX_PLACES = 16
 LEDGER = ("verify_compute_s", "verify_overhead_s", "waited_for_slot_s", "first_token_s", "answer_s")
 """Of the verify node's report: where the time of the answer went there."""
+ROUND = {
+    "round_draft_s": "draft compute",
+    "round_draft_overhead_s": "draft overhead",
+    "round_relay_s": "relay residence, up",
+    "round_hop_s": "wire, relay to verify and back",
+    "round_queue_s": "queue at the verifier",
+    "round_verify_s": "verify compute",
+    "round_verify_overhead_s": "verify overhead",
+}
+"""Of the verify node's report, by the names of `speculation/ledger.py`: a mean round, as far as that node sees it."""
 
 
 @dataclass(slots=True)
@@ -47,12 +57,8 @@ class Collected:
         if self.first_text_at is None and delta.text:
             self.first_text_at = now
 
-    def figures(self, pairing: Pairing, rounds: dict[str, float] | None = None) -> dict[str, Any]:
-        """The `foredraft` object of an answer that is done.
-
-        Args:
-            rounds: mean milliseconds of a round by part, if it was watched.
-        """
+    def figures(self, pairing: Pairing) -> dict[str, Any]:
+        """The `foredraft` object of an answer that is done."""
         assert self.done is not None
         report = self.done.report
         waited_s = (self.last_at or self.opened_at) - self.opened_at
@@ -75,7 +81,7 @@ class Collected:
             "mean_acceptance_length": _rounded(report.get("mean_acceptance_length", 1.0)),
             "acceptance_at_place": [_rounded(rate) for rate in places if rate is not None],
             "ledger": {name: _rounded(report[name]) for name in LEDGER if name in report},
-            "round_ms": rounds,
+            "round_ms": {name: _rounded(report[key] * 1e3) for key, name in ROUND.items() if key in report} or None,
         }
 
     def _why_not(self, pairing: Pairing, report: dict[str, float]) -> str:

@@ -37,7 +37,7 @@ PURE_MODULES = {"node_draft/scheduler.py", "node_verify/scheduler.py", "relay/ro
 NO_TENSORS = PURE_MODULES | {"node_draft/node.py", "node_verify/node.py"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 SETTINGS_MODULES = {"__main__", "settings"}
-CLI_MODULES = {"relay/client.py"}
+CLI_MODULES = {"relay/client_cli.py"}
 
 
 def source_files(folder: str) -> list[Path]:

@@ -147,6 +147,8 @@ async def test_every_response_carries_its_timing(client: Any, pipeline: Any) -> 
     assert figures["seed"] == 5
     assert (figures["verify_node"], figures["draft_node"]) == ("verify", "draft")
     assert set(figures["ledger"]) >= {"verify_compute_s", "first_token_s", "answer_s"}
+    assert figures["round_ms"]["verify compute"] >= 3.0
+    assert all(part >= 0 for part in figures["round_ms"].values())
     *_, last, end = await chunks(pipeline, "/v1/chat/completions", **CHAT)
     assert end == "[DONE]"
     assert sum(last["foredraft"]["tokens_by_source"].values()) == answer.usage.completion_tokens
