@@ -3,6 +3,7 @@
     POST /v1/chat/completions, /v1/completions    whole, or as server-sent events
     GET  /v1/models                               the models of the connected verify nodes
     POST /tokenize, /detokenize                   answered by a verify node
+    GET  /status/                                 the status page, see `api_page`
 
 Requests become sessions of the relay, as a streaming client's do (`api_sessions`). When an HTTP client goes away its
 handler is cancelled, and with it its sessions, on both nodes.
@@ -33,7 +34,9 @@ from relay.api_models import (
     TokenizeRequest,
     parse,
 )
+from relay.api_page import StatusPage
 from relay.api_sessions import Answer, Exchange, LocalClient
+from relay.api_status import StatusBoard
 from relay.api_stream import END, STREAM_IS_OPEN, event, open_stream, with_comments
 from relay.errors import RequestFailed
 from relay.server import RelayServer
@@ -73,6 +76,7 @@ class Gateway:
                 web.post("/detokenize", self._detokenize),
             ]
         )
+        self.app.add_routes(StatusPage(StatusBoard(server), access).routes())
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int, *, ssl_context: ssl.SSLContext | None = None) -> None:
