@@ -26,7 +26,7 @@ function places(nodes) {
     const region = regions.indexOf(node.region);
     const mates = nodes.filter((other) => other.region === node.region);
     const within = (mates.indexOf(node) + 0.5) / mates.length - 0.5;
-    const angle = ((region + 0.5 + within * 0.7) / regions.length) * 2 * Math.PI - Math.PI;
+    const angle = ((region + 0.5 + within * 0.7) / regions.length) * 2 * Math.PI - 1.5 * Math.PI;
     const r = radius(node.rtt_ms);
     return { node, x: r * Math.cos(angle), y: r * Math.sin(angle) };
   });

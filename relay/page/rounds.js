@@ -5,8 +5,6 @@ import { byId, drawn, element, setText } from "./dom.js";
 const SHOWN = 12;
 const ROW = 18;
 const LEFT = 46;
-const WIDTH = 1000;
-const TICKS = 6;
 
 let parts = [];
 let rounds = [];
@@ -37,27 +35,30 @@ function total(round) {
 
 function drawWaterfall(newest) {
   const svg = byId("waterfall");
+  // In pixels, so that the labels stay readable on a phone.
+  const width = svg.clientWidth || 1000;
   const start = Math.min(...newest.map((round) => round.start_ms));
   const end = Math.max(...newest.map((round) => round.start_ms + total(round)));
-  const scale = (WIDTH - LEFT - 10) / Math.max(1, end - start);
+  const scale = (width - LEFT - 10) / Math.max(1, end - start);
   const height = ROW * newest.length + 24;
-  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const drawnParts = [];
-  for (let tick = 0; tick <= TICKS; tick += 1) {
-    const x = LEFT + ((WIDTH - LEFT - 10) * tick) / TICKS;
+  const ticks = width > 600 ? 6 : 3;
+  for (let tick = 0; tick <= ticks; tick += 1) {
+    const x = LEFT + ((width - LEFT - 10) * tick) / ticks;
     drawnParts.push(
       drawn("line", { x1: x, x2: x, y1: 0, y2: height - 18 }),
-      drawn("text", { x, y: height - 5, "text-anchor": "middle" }, `${Math.round(((end - start) * tick) / TICKS)} ms`),
+      drawn("text", { x, y: height - 5, "text-anchor": tick === ticks ? "end" : "middle" }, `${Math.round(((end - start) * tick) / ticks)} ms`),
     );
   }
   newest.forEach((round, row) => {
     let x = LEFT + (round.start_ms - start) * scale;
     const group = drawn("g", {}, drawn("text", { x: 4, y: row * ROW + 13 }, `#${round.frame}`));
     round.parts_ms.forEach((part, i) => {
-      const width = Math.max(0, part * scale);
-      if (width > 0) {
+      const length = Math.max(0, part * scale);
+      if (length > 0) {
         const title = drawn("title", {}, `${parts[i]}: ${part.toFixed(2)} ms`);
-        group.append(drawn("rect", { class: `part-${i}`, x, y: row * ROW + 3, width, height: ROW - 5 }, title));
+        group.append(drawn("rect", { class: `part-${i}`, x, y: row * ROW + 3, width: length, height: ROW - 5 }, title));
       }
       x += part * scale;
     });
