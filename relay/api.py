@@ -16,7 +16,7 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
@@ -37,7 +37,7 @@ from relay.api_models import (
 from relay.api_page import StatusPage
 from relay.api_sessions import Answer, Exchange, LocalClient
 from relay.api_status import StatusBoard
-from relay.api_stream import END, STREAM_IS_OPEN, event, open_stream, with_comments
+from relay.api_stream import COMMENT, END, SILENCE_S, STREAM_IS_OPEN, event, open_stream
 from relay.errors import RequestFailed
 from relay.server import RelayServer
 from wire.errors import ListenFailed, WireError
@@ -143,8 +143,9 @@ class Gateway:
                 answers = [Collected(session, exchange.opened_at) for session in sessions]
                 if asked.stream:
                     return await self._stream(request, exchange, form, answers, with_sources=asked.return_sources)
-                async for index, message in exchange:
-                    _take(answers[index], message)
+                while not exchange.over:
+                    if (item := await exchange.next()) is not None:
+                        _take(answers[item[0]], item[1])
                 return _json(form.response(answers, _figures(exchange, answers)))
         except WireError as exc:
             raise from_wire(exc, prompt_field=prompt_field) from exc
@@ -153,36 +154,31 @@ class Gateway:
         self, request: web.Request, exchange: Exchange, form: Form, answers: list[Collected], *, with_sources: bool
     ) -> web.StreamResponse:
         """Stream the answers; an error after the head is an event of its own, and the end."""
-        waiting = asyncio.ensure_future(anext(exchange))
+        # A refusal comes at once and gets its status; a long prefill must not keep the head back.
+        item = await exchange.next(FIRST_EVENT_S)
+        response = await open_stream(request)
+        for index in range(len(answers)):
+            if (opening := form.opening(index)) is not None:
+                await response.write(event(opening))
         try:
-            # A refusal comes at once and gets its status; a long prefill must not keep the head back.
-            await asyncio.wait([waiting], timeout=FIRST_EVENT_S)
-            if waiting.done() and waiting.exception() is not None:
-                waiting.result()
-            response = await open_stream(request)
-            for index in range(len(answers)):
-                if (opening := form.opening(index)) is not None:
-                    await response.write(event(opening))
-            try:
-                async for index, message in with_comments(response, _resumed(waiting, exchange)):
-                    _take(answers[index], message)
-                    if isinstance(message, TextDelta):
-                        chunk = form.piece(index, message, answers[index], with_sources=with_sources)
-                        if chunk is not None:
-                            await response.write(event(chunk))
-                    elif isinstance(message, Done):
-                        figures = answers[index].figures(exchange.pairings[index])
-                        await response.write(event(form.closing(index, message, figures)))
-            except WireError as exc:
-                await response.write(event(from_wire(exc, prompt_field="prompt").body()))
-            else:
-                if form.include_usage:
-                    await response.write(event(form.usage_chunk(answers)))
-                await response.write(END)
-            await response.write_eof()
-            return response
-        finally:
-            waiting.cancel()
+            while True:
+                if item is not None:
+                    chunk = _chunk(form, answers, item, exchange, with_sources=with_sources)
+                    if chunk is not None:
+                        await response.write(event(chunk))
+                if exchange.over:
+                    break
+                item = await exchange.next(SILENCE_S)
+                if item is None:
+                    await response.write(COMMENT)
+        except WireError as exc:
+            await response.write(event(from_wire(exc, prompt_field="prompt").body()))
+        else:
+            if form.include_usage:
+                await response.write(event(form.usage_chunk(answers)))
+            await response.write(END)
+        await response.write_eof()
+        return response
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": self._served()})
@@ -221,20 +217,12 @@ class Gateway:
     async def _ask(self, requests: list[Tokenize], prompt_field: str) -> Tokenized:
         try:
             with self.client.exchange(requests) as exchange:
-                _, answer = await anext(exchange)
-                assert isinstance(answer, Tokenized), "what a Tokenize is answered with"
-                return answer
+                item = await exchange.next()
+                assert item is not None, "it was waited for"
+                assert isinstance(item[1], Tokenized), "what a Tokenize is answered with"
+                return item[1]
         except WireError as exc:
             raise from_wire(exc, prompt_field=prompt_field) from exc
-
-
-async def _resumed(
-    waiting: asyncio.Future[tuple[int, Answer]], exchange: Exchange
-) -> AsyncIterator[tuple[int, Answer]]:
-    """The exchange, from the event on that is waited for already."""
-    yield await waiting
-    async for item in exchange:
-        yield item
 
 
 def _take(answer: Collected, message: Answer) -> None:
@@ -245,6 +233,20 @@ def _take(answer: Collected, message: Answer) -> None:
             if message.finish_reason == "cancelled":
                 raise RequestFailed("draining", "the verify node gave the answer up")
             answer.done = message
+
+
+def _chunk(
+    form: Form, answers: list[Collected], item: tuple[int, Answer], exchange: Exchange, *, with_sources: bool
+) -> dict[str, Any] | None:
+    """What the stream says about a message, if anything."""
+    index, message = item
+    _take(answers[index], message)
+    match message:
+        case TextDelta():
+            return form.piece(index, message, answers[index], with_sources=with_sources)
+        case Done():
+            return form.closing(index, message, answers[index].figures(exchange.pairings[index]))
+    return None
 
 
 def _figures(exchange: Exchange, answers: list[Collected]) -> list[dict[str, Any]]:

@@ -109,10 +109,10 @@ class LocalClient:
 
 
 class Exchange:
-    """The sessions of one HTTP request, as a context manager and an iterator over (index, message).
+    """The sessions of one HTTP request, as a context manager.
 
-    Ends after the last session's `Done` or `Tokenized`. When it is left before that, for whatever reason, the sessions
-    that run are cancelled, each once.
+    It is over after the last session's `Done` or `Tokenized`. When it is left before that, for whatever reason, the
+    sessions that run are cancelled, each once.
     """
 
     def __init__(self, client: LocalClient, requests: Sequence[OpenSession | Tokenize]) -> None:
@@ -149,18 +149,22 @@ class Exchange:
     ) -> None:
         self.close()
 
-    def __aiter__(self) -> Exchange:
-        return self
+    @property
+    def over(self) -> bool:
+        """Whether everything has been said and read."""
+        return not self._running and self._queue.empty()
 
-    async def __anext__(self) -> tuple[int, Answer]:
-        """The next message.
+    async def next(self, timeout_s: float | None = None) -> tuple[int, Answer] | None:
+        """The next message and the index of its session; None if there is none within `timeout_s`.
 
         Raises:
             RequestFailed: a session failed.
         """
-        if not self._running and self._queue.empty():
-            raise StopAsyncIteration
-        index, item, num_bytes = await self._queue.get()
+        try:
+            async with asyncio.timeout(timeout_s if self._queue.empty() else None):
+                index, item, num_bytes = await self._queue.get()
+        except TimeoutError:
+            return None
         self._queued_bytes -= num_bytes
         if isinstance(item, RequestFailed):
             raise item

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 import pytest
 
-from relay import api_sessions, api_stream
+from relay import api_sessions
 from relay.api import Gateway
 from relay.api_auth import Access
 from relay.server import RelayServer
@@ -194,7 +194,7 @@ async def test_c033_a_client_that_does_not_read_is_cut_and_its_session_ends(
 
 
 async def test_silence_is_filled_with_comments(http: Http, relay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_stream, "SILENCE_S", 0.01)
+    monkeypatch.setattr("relay.api.SILENCE_S", 0.01)
     monkeypatch.setattr("relay.api.FIRST_EVENT_S", 0.0)
     verify = await relay.join("verify")
     async with http.session.post(f"{http.url}/v1/chat/completions", json=BODY | {"stream": True}) as response:
