@@ -23,6 +23,8 @@ STYLES = {"draft": "bold cyan", "local": "magenta", "plain": "dim"}
 LABELS = {"draft": "far drafter", "local": "local drafter", "plain": "target alone"}
 BAR_CHARS = 30
 MAX_PLACES = 8
+OTHER_LINES = 22
+"""Of a terminal, what the frame and the figures take while an answer grows."""
 ROUND_PARTS = {
     "round_draft_s": "draft compute",
     "round_draft_overhead_s": "draft overhead",
@@ -113,27 +115,33 @@ class PanelDisplay:
 
     def __init__(self, console: Console | None = None) -> None:
         self.state = PanelState(time.monotonic())
-        # Figures and text both belong to the panel; standard output stays usable for pipes.
-        self._live = Live(console=console or Console(), refresh_per_second=8, transient=False)
+        self._console = console or Console()
+        self._live = Live(console=self._console, refresh_per_second=8)
         self._live.start()
 
     def show(self, event: Event) -> None:
         """Take one event; the last one ends the panel."""
         self.state.take(event, time.monotonic())
-        self._live.update(render(self.state))
         if isinstance(event, Finished):
+            self._live.update(render(self.state))
             self.close()
+            return
+        # Of a long answer the end is shown, so that the figures stay on the screen; at the end all of it.
+        num_lines = max(3, self._console.height - OTHER_LINES)
+        self._live.update(render(self.state, max_chars=num_lines * self._console.width))
 
     def close(self) -> None:
         """Leave what is drawn and give the terminal back."""
         self._live.stop()
 
 
-def render(state: PanelState) -> Group:
-    """The panel."""
+def render(state: PanelState, *, max_chars: int | None = None) -> Group:
+    """The panel, with the last `max_chars` of the text."""
     text = Text()
     for piece, source in state.pieces:
         text.append(piece, STYLES[source])
+    if max_chars is not None and len(text) > max_chars:
+        text = text[-max_chars:]
     figures = Table.grid(padding=(0, 2))
     for name, value in _figures(state):
         figures.add_row(name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -175,3 +176,11 @@ def test_the_seeds_of_several_answers_are_different_and_in_range(seed: int, numb
     assert seeds[0] == seed
     assert all(-MAX_SEED <= each <= MAX_SEED for each in seeds)
     assert nth_seed(seeds[number], 0) == seeds[number]
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_every_parameter_is_on_the_page(kind: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    table = page[page.index("| parameter |") : page.index("Not supported")]
+    for name in kind.model_fields:
+        assert f"`{name}" in table, f"docs/api.md does not tell of {name}"

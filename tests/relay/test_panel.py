@@ -52,3 +52,16 @@ def test_text_that_looks_like_markup_is_shown_as_it_is() -> None:
     out = Console(file=io.StringIO(), width=80)
     out.print(render(state))
     assert "[bold]x[/bold]" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_of_a_long_answer_the_end_is_shown_while_it_grows() -> None:
+    state = PanelState(started_at=0.0)
+    for start in range(50):
+        state.take(Delta(f"word{start} ", (1,), start, ("plain",)), 1.0)
+    out = Console(file=io.StringIO(), width=80)
+    out.print(render(state, max_chars=40))
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "word49" in shown
+    assert "word10 " not in shown
+    out.print(render(state))
+    assert "word10 " in out.file.getvalue()  # type: ignore[attr-defined]
