@@ -172,7 +172,6 @@ class HFDrafter:
         wanted += [(node.node, session.path[node.node]) for node in request.nodes]
         if logits is None:
             return {}
-        return {
-            node: tuple(session.sampler.propose(row, session.num_tokens + len(path), path, num))
-            for (node, path), row in zip(wanted, logits, strict=True)
-        }
+        positions = [session.num_tokens + len(path) for _, path in wanted]
+        proposed = session.sampler.propose_rows(logits, positions, [path for _, path in wanted], num)
+        return {node: tuple(children) for (node, _), children in zip(wanted, proposed, strict=True)}

@@ -109,6 +109,33 @@ class Sampler:
         pairs = zip(ids.tolist(), scores.tolist(), strict=True)
         return [Child(token=i, logprob=min(0.0, s - total)) for i, s in pairs if s > NEGATIVE_INFINITY]
 
+    def propose_rows(
+        self, logits: Tensor, positions: Sequence[int], paths: Sequence[Sequence[int]], num: int
+    ) -> list[list[Child]]:
+        """`propose` for each row of logits [n, width]; in one go where no row needs treatment of its own."""
+        sampling = self.sampling
+        banned = self.stop_ids and self.num_committed - self.num_prompt < sampling.min_tokens
+        if sampling.greedy and not (self._penalised or self._biases or banned):
+            wide = logits if self.vocab_size is None else logits[:, : self.vocab_size]
+            wide = wide if wide.dtype == torch.float64 else wide.to(torch.float32)
+            values, ids = wide.topk(min(num + 1, wide.shape[1]), dim=1)
+            totals = torch.logsumexp(wide, 1, keepdim=True)
+            # Equals go by the lowest id, which topk leaves open.
+            tied = bool((values[:, 1:] == values[:, :-1]).any())
+            if not tied and bool(torch.isfinite(values[:, 0]).all()):
+                pairs = zip(ids[:, :num].tolist(), (values - totals)[:, :num].tolist(), strict=True)
+                return [
+                    [
+                        Child(token=i, logprob=min(0.0, lp))
+                        for i, lp in zip(row, lps, strict=True)
+                        if lp > NEGATIVE_INFINITY
+                    ]
+                    for row, lps in pairs
+                ]
+        return [
+            self.propose(row, position, path, num) for row, position, path in zip(logits, positions, paths, strict=True)
+        ]
+
     def logprobs(self, logits: Tensor, path: Sequence[int], token: int, num: int) -> TokenLogprob:
         """Log-probability of `token` and of the `num` best, after penalties and bias, before temperature and filters.
 

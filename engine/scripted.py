@@ -130,12 +130,15 @@ class ScriptedTarget:
         sampler = session.sampler
         committed = tuple(session.tokens)
         logprobs: list[TokenLogprob] = []
+        tops: list[tuple[int, ...]] = []
 
         def choose(row: int, path: Prefix) -> int:
             logits = as_row(self.logits_fn(committed + path))
             token = sampler.choose(logits, request.start + len(path), path)
             if request.num_logprobs is not None:
                 logprobs.append(sampler.logprobs(logits, path, token, request.num_logprobs))
+            if request.num_tops:
+                tops.append(tuple(logits.topk(min(request.num_tops, logits.numel())).indices.tolist()))
             return token
 
         try:
@@ -152,6 +155,7 @@ class ScriptedTarget:
             tokens=walked.tokens,
             rows=walked.rows,
             logprobs=tuple(logprobs) if request.num_logprobs is not None else None,
+            tops=tuple(tops),
             compute_s=compute_s,
         )
 

@@ -117,6 +117,7 @@ class HFTarget:
         try:
             walked = self._walk(session, logits, request, room)
             logprobs = self._logprobs(session, logits, walked, request.num_logprobs)
+            tops = self._tops(logits, walked, request.num_tops)
         except BaseException as exc:
             self._model.rewind(slot, len(request.tokens))
             if isinstance(exc, NumericalError) and len(request.tokens) > 1:
@@ -134,6 +135,7 @@ class HFTarget:
             tokens=walked.tokens,
             rows=walked.rows,
             logprobs=logprobs,
+            tops=tops,
             compute_s=compute_s,
             overhead_s=max(0.0, ended - started - compute_s),
         )
@@ -156,3 +158,10 @@ class HFTarget:
             session.sampler.logprobs(logits[rows[i]], walked.tokens[:i], token, num)
             for i, token in enumerate(walked.tokens)
         )
+
+    def _tops(self, logits: Tensor, walked: Walk, num: int) -> tuple[tuple[int, ...], ...]:
+        if num == 0:
+            return ()
+        rows = [0, *walked.rows][: len(walked.tokens)]
+        best = logits[rows, : self._vocab_size].topk(num).indices
+        return tuple(tuple(row) for row in best.tolist())

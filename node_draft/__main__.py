@@ -17,6 +17,7 @@ from engine.errors import EngineError
 from engine.executor import ModelExecutor
 from engine.model import CachedModel
 from engine.ngram import NgramDrafter
+from engine.replay import ReplayDrafter, emulated, from_trace, load_recordings
 from engine.runner import DraftRunner
 from engine.selfcheck import self_check
 from node_draft.config import DraftConfig
@@ -28,7 +29,7 @@ from wire.messages import ModelIdentity
 from wire.settings import setup_logging
 
 log = logging.getLogger("node_draft")
-MAX_TREE_ROWS = 128
+MAX_TREE_ROWS = 256
 
 
 def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
@@ -36,10 +37,15 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
     torch.set_num_threads(config.threads)
     checkpoint = Checkpoint(config.model, max_length=config.max_length)
     vocab_size = checkpoint.tokenizer.vocab_size
-    if config.drafter == "ngram":
-        drafter = NgramDrafter(num_slots=config.slots, max_length=checkpoint.max_length)
-        return checkpoint.identity(), drafter
     kind, _, which = config.drafter.partition(":")
+    if kind == "ngram":
+        return checkpoint.identity(), NgramDrafter(num_slots=config.slots, max_length=checkpoint.max_length)
+    if kind in ("recorded", "emulated"):
+        drafter = ReplayDrafter(
+            load_recordings(Path(which)), from_trace if kind == "recorded" else emulated, pace=config.pace,
+            num_slots=config.slots, max_length=checkpoint.max_length,
+        )  # fmt: skip
+        return checkpoint.identity(), drafter
     # No format of the drafter can change the output, so the cheapest one serves.
     dtype, device = choose_format(config.dtype, on_cpu="int8" if kind == "distilled" else "float32")
     log.info("loading %s, %s, as %s on %s", checkpoint.name, config.drafter, dtype, device)

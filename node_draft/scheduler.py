@@ -29,7 +29,7 @@ from node_draft.session import (
     SentFrame,
     Session,
 )
-from speculation.growth import GrowthPolicy
+from speculation.growth import FlushState, GrowthPolicy
 from speculation.passes import DraftResult, DraftStep, NodeRow
 from speculation.tree import ROOT, Arrival, Tree, score_byte
 from wire.codec import digest_ids
@@ -128,7 +128,9 @@ class DraftScheduler:
             self.counters.num_stale_messages += 1
             return []
         actions: list[Action] = []
+        session.wanted = acceptance.wanted
         for timing in acceptance.rounds:
+            session.verify_s = timing.verify_s + timing.overhead_s
             sent = session.in_flight.pop(timing.frame, None)
             if sent is not None:
                 answered = FrameAnswered(session.id, sent.started_at, sent.sent_at, sent.draft_s, timing, acceptance)
@@ -178,8 +180,7 @@ class DraftScheduler:
             if session.tree is None:
                 continue
             step = self._plan(session)
-            if self.growth.flush(num_unsent=len(session.unsent), can_grow=step is not None):
-                actions += self._flush(session, now)
+            actions += self._flush_if_due(session, now, can_grow=step is not None)
             if step is not None:
                 self._turns.move_to_end(session_id)
                 if session.started_at is None:
@@ -215,12 +216,11 @@ class DraftScheduler:
                 session.next_node += 1
                 if arrival is Arrival.LIVE:
                     session.unsent.append(node)
+                    session.frontier.push(tree, node)
                     self.counters.num_nodes += 1
                 else:
                     self.counters.num_wasted += 1
-        if self.growth.flush(num_unsent=len(session.unsent), can_grow=True):
-            return self._flush(session, now)
-        return []
+        return self._flush_if_due(session, now, can_grow=True)
 
     def tip_position(self, session_id: str) -> int:
         """Position that the session's deepest path proposes next; for traces."""
@@ -253,21 +253,24 @@ class DraftScheduler:
         """The session's next step; None when the policy has nothing to grow."""
         tree = session.tree
         assert tree is not None
-        if len(session.in_flight) >= self.max_in_flight:
-            return None
-        expansion = self.growth.expand(tree, expanded=session.cached, limit=session.limit, max_rows=self.max_rows)
-        if expansion is None:
+        if not session.wanted or len(session.in_flight) >= self.max_in_flight:
             return None
         # A node that has been run hangs on one that has, so these follow the cached tokens without a gap.
         kept = [node for node in session.accepted if node in session.cached]
         num_cached = session.num_cached + len(kept)
         commit = tuple(tree.committed[num_cached : num_cached + self.max_prefill])
         complete = num_cached + len(commit) == tree.length
-        rows: list[NodeRow] = []
-        if complete:
-            num_live = sum(node in tree.nodes for node in session.cached)
-            room = self.max_rows - max(len(commit), num_live)
-            rows = self._rows(session, [n for n in expansion.nodes if n != ROOT], room)
+        num_live = sum(node in tree.nodes for node in session.cached)
+        room = self.max_rows - max(len(commit), num_live) if complete else 0
+        expansion = self.growth.expand(tree, session.frontier, root_is_new=bool(commit), limit=session.limit, room=room)
+        if expansion is None:
+            return None
+        wanted = [node for node in expansion.nodes if node != ROOT]
+        rows = self._rows(session, wanted, room)
+        run = {row.node for row in rows}
+        for node in wanted:
+            if node not in run:
+                session.frontier.push(tree, node)
         expand_root = complete and bool(commit) and ROOT in expansion.nodes
         if not (commit or rows):
             return None
@@ -299,13 +302,32 @@ class DraftScheduler:
                 rows[n] = NodeRow(node=n, parent=tree.nodes[n].parent, token=tree.nodes[n].token)
         return list(rows.values())
 
-    def _flush(self, session: Session, now: float) -> list[Action]:
-        """Send the unsent nodes as one frame."""
+    def _flush_if_due(self, session: Session, now: float, *, can_grow: bool) -> list[Action]:
+        """Send what is good enough, if the policy says that it is time."""
         tree = session.tree
         if tree is None or not session.unsent:
             return []
-        nodes = session.unsent[:MAX_NODES_PER_FRAME]
-        session.unsent = session.unsent[MAX_NODES_PER_FRAME:]
+        state = FlushState(
+            num_unsent=sum(self.growth.sendable(tree, node) for node in session.unsent),
+            can_grow=can_grow,
+            num_live_sent=len(session.wire_ids),
+            since_flush_s=now - session.flushed_at,
+            verify_s=session.verify_s,
+        )
+        return self._flush(session, now) if self.growth.flush(state) else []
+
+    def _flush(self, session: Session, now: float) -> list[Action]:
+        """Send the unsent nodes that are good enough, in frames."""
+        tree = session.tree
+        if tree is None:
+            return []
+        ready = [node for node in session.unsent if self.growth.sendable(tree, node)]
+        nodes = ready[:MAX_NODES_PER_FRAME]
+        if not nodes:
+            return []
+        sent = set(nodes)
+        session.unsent = [node for node in session.unsent if node not in sent]
+        session.flushed_at = now
         first = session.next_wire_id
         for i, node in enumerate(nodes):
             session.wire_ids[node] = first + i

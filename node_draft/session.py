@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from speculation.growth import Frontier
 from speculation.passes import Sampling
 from speculation.tree import Tree
 from wire.messages import Acceptance, Message, RoundTiming
@@ -92,13 +93,20 @@ class Session:
     """Nodes that have been through the model and are alive or newly accepted."""
     accepted: list[int] = field(default_factory=list)
     """Nodes accepted since the last step was given out, in path order."""
+    frontier: Frontier = field(default_factory=Frontier)
     next_node: int = 0
     next_frame: int = 0
     unsent: list[int] = field(default_factory=list)
+    """Live nodes that have not been sent, parents first; some may never be good enough."""
     wire_ids: dict[int, int] = field(default_factory=dict)
     """Ids under which live nodes were sent: a resend gives them new ones, the cache keeps the old."""
     next_wire_id: int = 0
     in_flight: OrderedDict[int, SentFrame] = field(default_factory=OrderedDict)
+    flushed_at: float = float("-inf")
+    verify_s: float | None = None
+    """Duration of a pass of the target, as last reported."""
+    wanted: bool = True
+    """Whether the verify node wants candidates."""
     resend_floor: int = 0
     """Orphans in frames below it are known about."""
     resync_at: int = -1

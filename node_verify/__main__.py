@@ -13,11 +13,15 @@ from engine.checkpoint import Checkpoint, choose_format
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
 from engine.model import CachedModel
+from engine.replay import ReplayTarget, load_recordings
+from engine.runner import TargetRunner
 from engine.selfcheck import self_check
 from engine.target import HFTarget
+from engine.timing import measure_pass_costs
 from node_verify.config import VerifyConfig
 from node_verify.node import VerifyNode
 from node_verify.scheduler import VerifyScheduler
+from speculation.costs import PassCosts
 from speculation.selection import BestFirst
 from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals
 from wire.aio.trace import TraceWriter
@@ -27,24 +31,42 @@ from wire.settings import setup_logging
 log = logging.getLogger("node_verify")
 
 
-def load(config: VerifyConfig) -> tuple[Checkpoint, HFTarget]:
-    """Load the model, and check that it scores a tree of candidates as it scores each path alone."""
+def load(config: VerifyConfig) -> tuple[Checkpoint, TargetRunner, PassCosts]:
+    """Load the model, check that it scores a tree of candidates as it scores each path alone, and time its passes."""
     torch.set_num_threads(config.threads)
     checkpoint = Checkpoint(config.model, max_length=config.max_length)
+    target = replay(config, checkpoint) if config.replay else load_target(config, checkpoint)
+    costs = PassCosts(measure_pass_costs(target))
+    log.info("a pass takes %.1f ms for one row, %.1f for %d", costs.seconds(1) * 1e3,
+             costs.seconds(target.max_rows) * 1e3, target.max_rows)  # fmt: skip
+    return checkpoint, target, costs
+
+
+def replay(config: VerifyConfig, checkpoint: Checkpoint) -> TargetRunner:
+    """The runner that plays recorded answers back."""
+    assert config.replay is not None
+    return ReplayTarget(
+        load_recordings(config.replay), pace=config.pace, num_slots=config.slots, max_length=checkpoint.max_length,
+        max_rows=config.max_rows,
+    )  # fmt: skip
+
+
+def load_target(config: VerifyConfig, checkpoint: Checkpoint) -> TargetRunner:
+    """The model itself."""
     dtype, device = choose_format(config.dtype, on_cpu="float32")
     log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
     lm = checkpoint.load(dtype=dtype, device=device)
     model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows)
     if config.self_check:
         self_check(model)
-    return checkpoint, HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
+    return HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
 
 
 async def serve(config: VerifyConfig) -> int:
     """Load, then serve until SIGTERM; the exit code."""
     stop = stop_on_signals()
     executor = ModelExecutor("target")
-    checkpoint, target = await executor.run(load, config)
+    checkpoint, target, costs = await executor.run(load, config)
     identity = await executor.run(checkpoint.identity)
     trace = TraceWriter(config.trace)
     node = VerifyNode(
@@ -54,6 +76,10 @@ async def serve(config: VerifyConfig) -> int:
             num_slots=target.num_slots,
             max_rows=target.max_rows,
             vocab_size=identity.vocab_size,
+            local=config.local,
+            costs=costs if config.priced else None,
+            calibrate=config.calibrate,
+            gated=config.gated,
         ),
         runner=target,
         executor=executor,

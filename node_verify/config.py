@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from wire.settings import NodeConfig, add_node_arguments, node_values, parser, whole
+from engine.replay import Pace
+from speculation.local import parse_local
+from wire.settings import NodeConfig, add_node_arguments, named, node_values, parser, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +17,12 @@ class VerifyConfig(NodeConfig):
 
     max_rows: int
     patience_s: float
+    local: tuple[bool, bool]
+    gated: bool
+    calibrate: bool
+    priced: bool
+    replay: Path | None
+    pace: Pace
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> VerifyConfig:
@@ -36,5 +45,34 @@ class VerifyConfig(NodeConfig):
             "--patience-ms", type=whole(0, 60_000), default=0,
             help="wait so long for candidates before decoding plainly; 0: never idle (the default)",
         )  # fmt: skip
+        args.add_argument(
+            "--local", type=named(parse_local), default="recycle+suffix",
+            help="what drafts beside the target: recycle (the target's own top tokens after the same words), suffix "
+            "(what followed them in this text), recycle+suffix, or none",
+        )  # fmt: skip
+        args.add_argument(
+            "--switch-off", choices=["auto", "never"], default="auto",
+            help="auto: starve a far drafter while it does not pay, and try it again later",
+        )  # fmt: skip
+        args.add_argument(
+            "--scores", choices=["calibrated", "given"], default="calibrated",
+            help="calibrated: rate candidates by how often their kind was right; given: take the drafter at its word",
+        )  # fmt: skip
+        args.add_argument(
+            "--row-costs", choices=["measured", "free"], default="measured",
+            help="measured: score as many candidates as pay by what a pass costs; free: fill every pass",
+        )  # fmt: skip
+        args.add_argument(
+            "--replay", type=Path, metavar="FILE",
+            help="for benchmarks: commit the answers recorded in FILE instead of running the model",
+        )  # fmt: skip
+        args.add_argument(
+            "--pace", type=named(Pace.parse), default="34+0.1/16", metavar="MS[+ROW_MS[/FREE_ROWS]]",
+            help="duration of a pass with --replay",
+        )  # fmt: skip
         given = args.parse_args(argv)
-        return cls(max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, **node_values(args, given))
+        return cls(
+            max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, local=given.local,
+            gated=given.switch_off == "auto", calibrate=given.scores == "calibrated",
+            priced=given.row_costs == "measured", replay=given.replay, pace=given.pace, **node_values(args, given),
+        )  # fmt: skip

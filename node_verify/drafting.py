@@ -40,6 +40,7 @@ def prefix_parts(session: Session) -> list[Send]:
 
 def take_candidates(session: Session, message: Candidates, *, vocab_size: int, now: float) -> list[Send]:
     """Put the nodes into the session's tree; count what is stale, refuse a drafter that breaks the protocol."""
+    session.stats.num_frames += 1
     session.stats.num_received += len(message.tokens)
     if not session.drafting or session.tree is None or message.epoch != session.epoch:
         session.stats.num_stale += len(message.tokens)
@@ -66,12 +67,13 @@ def take_candidates(session: Session, message: Candidates, *, vocab_size: int, n
     return []
 
 
-def missing_acceptance(session: Session, message: Resync) -> list[Send]:
+def missing_acceptance(session: Session, message: Resync, *, wanted: bool) -> list[Send]:
     """What was committed since the length that the draft node knows; nothing if it is up to date."""
     if session.tree is None or message.epoch != session.epoch or message.length >= session.tree.length:
         return []
     missing = tuple(session.tree.committed[message.length :])
-    return [Send(Acceptance(session=session.id, epoch=session.epoch, start=message.length, tokens=missing))]
+    answer = Acceptance(session=session.id, epoch=session.epoch, start=message.length, tokens=missing, wanted=wanted)
+    return [Send(answer)]
 
 
 def acceptance(
@@ -80,6 +82,7 @@ def acceptance(
     start: int,
     tokens: Sequence[int],
     num_accepted: int,
+    wanted: bool,
     result: VerifyResult,
     began_at: float,
     now: float,
@@ -105,6 +108,7 @@ def acceptance(
         start=start,
         tokens=tuple(tokens),
         num_accepted=num_accepted,
+        wanted=wanted,
         orphan_frame=orphan_frame,
         rounds=tuple(rounds),
         hop_rtt_s=hop_rtt_s,

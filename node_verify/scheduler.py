@@ -35,9 +35,13 @@ from node_verify.session import (
     work_slot,
 )
 from node_verify.text import AnswerText
+from speculation.costs import PassCosts
+from speculation.gate import Gate
+from speculation.local import NUM_TOPS, LocalDrafter, Recycled
 from speculation.passes import VerifyPass, VerifyResult
-from speculation.selection import SelectionPolicy
-from speculation.tree import ROOT, Tree
+from speculation.rates import score_key, score_rates
+from speculation.selection import Estimates, Pick, SelectionPolicy
+from speculation.tree import Tree
 from wire.messages import (
     Cancel,
     Candidates,
@@ -61,6 +65,10 @@ class VerifyScheduler:
         max_waiting: sessions that may wait for a slot; more are refused.
         vocab_size: ids at or above it are malformed in candidates.
         prefill_chunk: most prompt tokens of one prefill call.
+        local: what the drafter beside the target does, (recycle, match suffixes).
+        costs: of a pass by rows, to choose how many pay; None to fill every pass.
+        calibrate: rate candidates by how often their kind was right, not by the drafter's word.
+        gated: switch a far drafter off while it does not pay.
     """
 
     def __init__(
@@ -73,6 +81,10 @@ class VerifyScheduler:
         vocab_size: int,
         max_waiting: int = 64,
         prefill_chunk: int = 128,
+        local: tuple[bool, bool] = (False, False),
+        costs: PassCosts | None = None,
+        calibrate: bool = True,
+        gated: bool = True,
     ) -> None:
         self.selection = selection
         self.patience_s = patience_s
@@ -80,6 +92,11 @@ class VerifyScheduler:
         self.vocab_size = vocab_size
         self.max_waiting = max_waiting
         self.prefill_chunk = prefill_chunk
+        self.costs = costs
+        self.calibrate = calibrate
+        self.gated = gated
+        self.gates: dict[str, Gate] = {}
+        self.local = local
         self.sessions: dict[str, Session] = {}
         self.num_stale_messages = 0
         self._free_slots = list(range(num_slots))[::-1]
@@ -107,6 +124,7 @@ class VerifyScheduler:
         session.text = text
         session.state = State.WAITING
         session.tree = Tree(list(request.prompt_ids))
+        session.estimates = self._estimates(request)
         self._waiting.append(session_id)
         return [*prefix_parts(session), *self._admit(now)]
 
@@ -129,7 +147,7 @@ class VerifyScheduler:
                 session.drafting = False
                 return []
             case Resync():
-                return [*missing_acceptance(session, message)]
+                return [*missing_acceptance(session, message, wanted=self._wanted(session))]
             case Cancel():
                 return self._end(session, "cancelled", now, announce=message.reason != "client gone")
             case Error():
@@ -182,13 +200,17 @@ class VerifyScheduler:
             self.num_stale_messages += 1
             return []
         session.epoch = message.epoch
+        session.draft = message.draft
         session.drafting = True
+        if self.gated:
+            self.gates.setdefault(message.draft, Gate()).on_paired()
         session.idle_since = now
         session.frames.clear()
         session.orphan_frame = -1
         if session.tree is not None:
             # Node ids start anew with the epoch.
             session.tree = Tree(session.tree.committed)
+            session.estimates.far = score_rates() if self.calibrate else None
         return [*prefix_parts(session)]
 
     def _admit(self, now: float) -> list[Action]:
@@ -224,23 +246,55 @@ class VerifyScheduler:
             end = min(start + self.prefill_chunk, len(request.prompt_ids) - 1)
             return Prefill(session.id, session.slot, start, end)
         remaining = request.limit - tree.length
-        nodes: list[int] = []
-        if session.drafting and request.speculate and remaining > 1:
+        picks: list[Pick] = []
+        if request.speculate and remaining > 1:
             # The last position needs no candidate: the target decides it in the same pass as the one before.
-            nodes = self.selection.select(tree, max_candidates=self.max_rows - 1, max_depth=remaining - 1)
-            if not nodes and now < session.idle_since + self.patience_s:
+            picks = self.selection.select(
+                tree, session.estimates, max_candidates=self.max_rows - 1, max_depth=remaining - 1
+            )
+            waits = session.drafting and not tree.nodes and self._wanted(session)
+            if waits and now < session.idle_since + self.patience_s:
                 return None
-        row = {ROOT: 0} | {node: i for i, node in enumerate(nodes, 1)}
         request_pass = VerifyPass(
             slot=session.slot,
             start=tree.length,
-            tokens=(tree.committed[-1], *(tree.nodes[node].token for node in nodes)),
-            parents=(-1, *(row[tree.nodes[node].parent] for node in nodes)),
+            tokens=(tree.committed[-1], *(pick.token for pick in picks)),
+            parents=(-1, *(pick.parent + 1 for pick in picks)),
             max_tokens=remaining,
             num_logprobs=request.num_logprobs,
+            num_tops=NUM_TOPS if request.speculate and self.local[0] else 0,
         )
-        sources = tuple(tree.nodes[node].source for node in nodes)
-        return Verify(session.id, request_pass, sources, max(map(tree.depth, nodes), default=0))
+        sources = tuple(pick.source for pick in picks)
+        depth = max((pick.depth for pick in picks), default=0)
+        return Verify(session.id, request_pass, sources, depth)
+
+    def _estimates(self, request: Request) -> Estimates:
+        recycle, suffix = self.local
+        local = None
+        if request.speculate and (recycle or suffix):
+            local = LocalDrafter(request.prompt_ids, recycled=Recycled() if recycle else None, suffix=suffix)
+        return Estimates(far=score_rates() if self.calibrate else None, local=local, costs=self.costs)
+
+    def _wanted(self, session: Session) -> bool:
+        gate = self.gates.get(session.draft)
+        return gate is None or gate.wanted
+
+    def _learn(
+        self, session: Session, work: Verify, sources: list[str], judged: tuple[tuple[float, bool], ...], now: float
+    ) -> None:
+        """Take from a finished pass what it says about candidates, costs and the far drafter."""
+        rates = session.estimates.far
+        if rates is not None:
+            for logprob, hit in judged:
+                rates.observe(score_key(logprob), hit)
+        pass_s = now - self.running_since
+        if self.costs is not None:
+            self.costs.observe(len(work.request.tokens), pass_s)
+        gate = self.gates.get(session.draft)
+        if gate is not None and session.drafting:
+            gate.on_pass(
+                num_tokens=len(sources), num_far=sources.count("draft"), seconds=pass_s, candidates=bool(session.frames)
+            )
 
     def _commit(
         self, session: Session, work: Verify, result: VerifyResult, now: float, hop_rtt_s: float
@@ -255,7 +309,10 @@ class VerifyScheduler:
         sources = [work.sources[row - 1] for row in accepted_rows]
         sources += ["plain"] * (len(tokens) - len(accepted_rows))
         start = tree.length
-        tree.commit(tokens)
+        judged = tree.commit(tokens).judged
+        if session.estimates.local is not None:
+            session.estimates.local.commit(tokens, result.tops)
+        self._learn(session, work, sources, judged, now)
         stopped = push.stopped or tokens[-1] in request.stop_ids
         finished = stopped or tree.length >= request.limit
         session.compute_s += result.compute_s
@@ -276,7 +333,8 @@ class VerifyScheduler:
                 session,
                 start=start,
                 tokens=tokens,
-                num_accepted=len(accepted_rows),
+                num_accepted=sources.count("draft"),
+                wanted=self._wanted(session),
                 result=result,
                 began_at=self.running_since,
                 now=now,

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from node_verify.requests import Request
 from node_verify.text import AnswerText
 from speculation.passes import Sampling, VerifyPass
+from speculation.selection import Estimates
 from speculation.stats import SessionStats
 from speculation.tree import Tree
 from wire.messages import Message, RoundTiming
@@ -65,7 +66,12 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Run one pass. `sources` says where the candidates of rows 1, 2, ... came from, `depth` is their longest path."""
+    """Run one pass.
+
+    Attributes:
+        sources: where the candidates of rows 1, 2, ... came from.
+        depth: of their longest path.
+    """
 
     session: str
     request: VerifyPass
@@ -142,7 +148,10 @@ class Session:
     text: AnswerText | None = None
     tree: Tree | None = None
     num_prefilled: int = 0
+    estimates: Estimates = field(default_factory=Estimates)
     epoch: int = 0
+    draft: str = ""
+    """Name of the draft node that is paired."""
     drafting: bool = False
     """Whether a draft node is paired and in good standing."""
     frames: deque[ReceivedFrame] = field(default_factory=lambda: deque(maxlen=MAX_UNANSWERED_FRAMES))

@@ -221,11 +221,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="target checkpoint or hub id; default: SmolLM2-135M-Instruct from a package")
     parser.add_argument("--draft-model", help="drafter checkpoint or hub id; default: the target's")
     parser.add_argument("--drafter", default="ngram", help="model, layers:N or ngram, see node_draft --help")
-    parser.add_argument("--growth", default="chain:2+22", help="see node_draft --help")
+    parser.add_argument("--growth", default="tree:8x4", help="see node_draft --help")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--max-length", type=int, default=1024, help="most tokens of prompt and answer")
     parser.add_argument(
-        "--max-rows", type=int, default=4, help="rows of a verify pass; on a CPU each further one costs"
+        "--max-rows", type=int, default=16, help="rows of a verify pass; on a CPU each further one costs"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)

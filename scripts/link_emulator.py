@@ -5,7 +5,7 @@
 It carries bytes and knows nothing of what they mean. Each chunk read from one side is written to the other after
 its serialisation time and the one-way delay, in order, in both directions alike. `link_shape.Shaper` holds that
 arithmetic; `emulated_link` runs the proxy inside a test; `main` runs it as a process, which prints one JSON line
-when it listens and one with its counters when it ends (SIGTERM or SIGINT; exit code 0).
+when it listens and one with its counters when it ends (SIGTERM or SIGINT; exit code 0). SIGHUP changes the delay.
 
 What it does not do: the TCP handshake is not delayed (only bytes are), each connection has the whole rate for
 itself, and packets are never lost (TCP would hide that: `--stall-*` shows what TCP makes of a loss).
@@ -31,7 +31,7 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,18 @@ class EmulatedLink:
             connection.up.stall(seconds)
             connection.down.stall(seconds)
 
+    def set_delay(self, delay_s: float) -> None:
+        """Change the one-way delay, of later connections too."""
+        self._shape = replace(self._shape, delay_s=delay_s)
+        for connection in self._live:
+            connection.up.shaper.set_delay(delay_s)
+            connection.down.shaper.set_delay(delay_s)
+
+    def delivered_bytes(self) -> tuple[int, int]:
+        """Up (towards `--to`) and down, of all connections so far."""
+        live = [(c.up.shaper.num_delivered_bytes, c.down.shaper.num_delivered_bytes) for c in self._live]
+        return self.stats.up_bytes + sum(up for up, _ in live), self.stats.down_bytes + sum(down for _, down in live)
+
     async def serve(self) -> None:
         """Accept until cancelled."""
         loop = asyncio.get_running_loop()
@@ -305,6 +317,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", type=_address, default=("127.0.0.1", 0), metavar="HOST:PORT", help="port 0: any")
     parser.add_argument("--to", type=_address, required=True, metavar="HOST:PORT", help="where connections lead")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one-way delay")
+    parser.add_argument(
+        "--delay-file", type=Path, help="on SIGHUP the delay becomes the number in it, in ms; bytes so far are printed"
+    )
     parser.add_argument("--jitter-ms", type=float, default=0.0, help="uniform spread around the delay; order is kept")
     parser.add_argument("--rate-mbit", type=float, help="bandwidth of each connection and direction")
     parser.add_argument("--stall-every-s", type=float, help="hold everything back this often, as a retransmission does")
@@ -332,18 +347,23 @@ def _shape(arguments: argparse.Namespace) -> LinkShape:
     )
 
 
-async def _run_until_signalled(listen: Address, to: Address, shape: LinkShape, seed: int) -> None:
+async def _run_until_signalled(
+    listen: Address, to: Address, shape: LinkShape, seed: int, delay_file: Path | None
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with emulated_link(to, shape, listen=listen, seed=seed) as link:
-        ready = {
-            "ready": True,
-            "listen": "{}:{}".format(*link.address),
-            "port": link.port,
-            "to": "{}:{}".format(*to),
-        }
-        print(json.dumps({**ready, "shape": asdict(shape), "seed": seed}), flush=True)
+        listens = {"listen": "{}:{}".format(*link.address), "port": link.port, "to": "{}:{}".format(*to)}
+        print(json.dumps({"ready": True, **listens, "shape": asdict(shape), "seed": seed}), flush=True)
+
+        def reload() -> None:
+            if delay_file is not None:
+                link.set_delay(float(delay_file.read_text()) / 1e3)
+            up, down = link.delivered_bytes()
+            print(json.dumps({"event": "reload", "up_bytes": up, "down_bytes": down}), flush=True)
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         await stop.wait()
     # After the block: each connection adds its counts when it ends.
     print(json.dumps({"event": "exit", **asdict(link.stats)}), flush=True)
@@ -368,11 +388,10 @@ def main(argv: list[str] | None = None) -> int:
     _tighten_timers()
     try:
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
-            runner.run(_run_until_signalled(listen, to, shape, arguments.seed))
+            runner.run(_run_until_signalled(listen, to, shape, arguments.seed, arguments.delay_file))
     except OSError as exc:
-        print(
-            f"link_emulator: cannot listen on {listen[0]}:{listen[1]}: {os.strerror(exc.errno or 0)}", file=sys.stderr
-        )
+        where = "{}:{}".format(*listen)
+        print(f"link_emulator: cannot listen on {where}: {os.strerror(exc.errno or 0)}", file=sys.stderr)
         return 1
     return 0
 

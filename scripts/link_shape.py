@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 MIN_BUFFER_BYTES = 256 * 1024
@@ -140,6 +140,10 @@ class Shaper:
             self._ended = True
         else:
             self._end(ending, now)
+
+    def set_delay(self, delay_s: float) -> None:
+        """What enters from now on takes this long; order is kept."""
+        self._shape = replace(self._shape, delay_s=delay_s)
 
     def stall(self, until: float) -> None:
         """Nothing comes out before `until`."""

@@ -1,9 +1,9 @@
-"""The pipeline under a virtual clock: the real schedulers and the real router, with modelled times.
+"""The pipeline under a virtual clock: what a link, a target and a drafter would give, with the real schedulers.
 
-Nothing here decides anything about tokens or schedules; it only moves time. A pass of the target takes
-`verify_ms` (+ `verify_row_ms` for each row beyond the first), a step of the drafter `draft_ms`, a frame half the round
-trip. The models are scripted: the target continues by a hash of its last tokens, the drafter agrees with it at
-the given rate.
+The models are either synthetic (the target continues by a hash, the drafter agrees with it at `--acceptance`) or
+recorded (`--recordings`, see `scripts/record_answers.py`): what a real target committed on held-out prompts, and what
+a real drafter proposed there (`--drafter recorded`) or a drafter of the hit rates of `engine.replay.emulated` would.
+`--sweep` prints a line for each round trip.
 
     python scripts/simulate.py --rtt-ms 86 --verify-ms 34 --draft-ms 3 --acceptance 0.8
 """
@@ -11,384 +11,197 @@ the given rate.
 from __future__ import annotations
 
 import argparse
-import heapq
-import itertools
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.runner import DraftRunner, TargetRunner
+from engine.replay import Pace, Recording, ReplayDrafter, ReplayTarget, emulated, from_trace, load_recordings
 from engine.scripted import ScriptedDrafter, ScriptedTarget
 from engine.scripted_logits import agreeing, hash_logits
-from node_draft import session as draft
-from node_draft.scheduler import DraftScheduler
-from node_verify import session as verify
-from node_verify.requests import make_request
-from node_verify.scheduler import VerifyScheduler
-from node_verify.text import AnswerText
-from relay.router import ClosePeer, Forward, Router
-from relay.router import Send as RouterSend
-from speculation.growth import GrowthPolicy, parse_growth
-from speculation.passes import DraftResult, VerifyResult
-from speculation.selection import BestFirst, SelectionPolicy
-from wire.codec import decode, encode
-from wire.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Done,
-    Error,
-    Hello,
-    Message,
-    ModelIdentity,
-    OpenSession,
-    TextDelta,
-    TokenLogprob,
-)
+from scripts.simulation import Fault, Simulation, Times, no_fault
+from speculation.costs import PassCosts
+from speculation.growth import parse_growth
+from speculation.local import parse_local
+from speculation.selection import BestFirst
+from wire.messages import Message, OpenSession
 
-Fault = Callable[[str, Message], Sequence[float]]
-"""Given the leg ("draft>relay", "relay>verify", ...) and a message: the extra delays of its copies, none if lost."""
-
-
-def no_fault(leg: str, message: Message) -> Sequence[float]:
-    """Every frame arrives once, in time."""
-    return (0.0,)
+SWEEP_MS = (0.0, 20.0, 50.0, 86.0, 150.0, 230.0)
+COST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
-    """Modelled durations, in seconds."""
+class Policies:
+    """What can be chosen by name: the same names as the nodes' flags."""
 
-    rtt_s: float = 0.086
-    verify_s: float = 0.034
-    verify_row_s: float = 0.0
-    draft_s: float = 0.003
-    draft_row_s: float = 0.0
-    prefill_token_s: float = 0.0
-    draft_prefill_token_s: float = 0.0
-
-
-@dataclass
-class Busy:
-    """One stretch of work of a model: `kind` is "verify", "draft" or "prefill"."""
-
-    kind: str
-    session: str
-    start_s: float
-    end_s: float
-    position: int
-    """For verify the committed length it began with; for draft the position of the tokens it proposes."""
+    growth: str = "tree:16x4"
+    local: str = "recycle+suffix"
+    max_rows: int = 64
+    patience_s: float = 0.0
+    gated: bool = True
+    speculate: bool = True
+    drafter: bool = True
 
 
-@dataclass
-class Answer:
-    """What the client of one session has received."""
+def shaken(*, jitter_s: float, stall_every_s: float, stall_s: float, seed: int) -> Fault:
+    """Delays of a link: spread around none, and stalls as TCP shows a lost packet, at random times on each leg."""
+    if not (jitter_s or stall_every_s):
+        return no_fault
+    rng = random.Random(seed)
 
-    tokens: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    opened_at: float = 0.0
-    token_times: list[float] = field(default_factory=list)
-    done: Done | None = None
+    def fault(leg: str, message: Message) -> Sequence[float]:
+        extra_s = rng.uniform(0, jitter_s)
+        if stall_every_s and rng.random() < 0.01 / stall_every_s:
+            extra_s += stall_s
+        return (extra_s,)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """From the request to the last token."""
-        return len(self.tokens) / (self.token_times[-1] - self.opened_at)
+    return fault
 
 
-class ByteStream:
-    """A decode stream that shows each id as one character."""
+def simulate_recordings(
+    recordings: Sequence[Recording],
+    propose: Callable[[Recording], Any],
+    times: Times,
+    policies: Policies,
+    *,
+    max_tokens: int = 192,
+    fault: Fault = no_fault,
+) -> dict[str, float]:
+    """Answer each recording's prompt in a simulation of its own; figures over all of them.
 
-    def push(self, token: int) -> str:
-        return chr(0x100 + token)
-
-    def flush(self) -> str:
-        return ""
-
-
-class Simulation:
-    """One relay, one verify node, one draft node and any number of clients, under a virtual clock."""
-
-    def __init__(
-        self,
-        *,
-        target: TargetRunner,
-        drafter: DraftRunner,
-        times: Times,
-        growth: GrowthPolicy,
-        selection: SelectionPolicy,
-        vocab_size: int,
-        stop_ids: tuple[int, ...] = (),
-        patience_s: float = 0.0,
-        fault: Fault = no_fault,
-    ) -> None:
-        self.now = 0.0
-        self.times = times
-        self.fault = fault
-        self.target = target
-        self.drafter = drafter
-        self.vocab_size = vocab_size
-        self.stop_ids = stop_ids
-        self.verify = VerifyScheduler(
-            selection=selection,
-            patience_s=patience_s,
-            num_slots=target.num_slots,
-            max_rows=target.max_rows,
-            vocab_size=vocab_size,
+    Raises:
+        RuntimeError: an answer differs from its recording.
+    """
+    num_tokens, seconds, sources, totals, frames = 0, 0.0, Counter[str](), Counter[str](), Counter[str]()
+    for recording in recordings:
+        length = len(recording.prompt) + max_tokens + 8
+        # Everything that times a pass stays outside the runners: they are asked and answer at once.
+        target = ReplayTarget(
+            recordings, pace=Pace(0.0), max_rows=policies.max_rows, max_length=length, real_time=False
         )
-        self.draft = DraftScheduler(
-            growth=growth, num_slots=drafter.num_slots, max_length=drafter.max_length, max_rows=drafter.max_rows
+        drafter = ReplayDrafter(recordings, propose, pace=Pace(0.0), max_length=length, real_time=False)
+        costs = PassCosts({rows: times.verify_pass_s(rows) + times.verify_overhead_s for rows in COST_BUCKETS})
+        simulation = Simulation(
+            target=target,
+            drafter=drafter if policies.drafter else None,
+            times=times,
+            growth=parse_growth(policies.growth),
+            selection=BestFirst(policies.max_rows),
+            vocab_size=1 << 20,
+            patience_s=policies.patience_s,
+            local=parse_local(policies.local),
+            costs=costs if policies.patience_s == 0 else None,
+            gated=policies.gated,
+            fault=fault,
         )
-        self.router = Router()
-        self.answers: dict[str, Answer] = {}
-        self.busy: list[Busy] = []
-        self.rounds: list[draft.FrameAnswered] = []
-        self.num_frames = {"draft>relay": 0, "relay>verify": 0, "verify>relay": 0, "relay>draft": 0}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._verify_timer: float | None = None
-        for peer, role in (("verify", "verify"), ("draft", "draft"), ("client", "client")):
-            self._join(peer, role)
-
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        """Do `what` at virtual time `when`."""
-        heapq.heappush(self._events, (max(when, self.now), next(self._order), what))
-
-    def open(self, request: OpenSession, *, at_s: float = 0.0) -> None:
-        """A client sends a request at virtual time `at_s`."""
-        self.answers[request.session] = Answer(opened_at=at_s)
-        self.at(at_s, lambda: self._from_peer("client", request))
-
-    def cancel(self, session: str, *, at_s: float) -> None:
-        """The client cancels."""
-        self.at(at_s, lambda: self._from_peer("client", Cancel(session=session)))
-
-    def run(self, *, until_s: float = float("inf"), max_events: int = 5_000_000) -> None:
-        """Run until nothing is left to happen, or until virtual time `until_s`."""
-        for _ in range(max_events):
-            if not self._events or self._events[0][0] > until_s:
-                return
-            self.now, _, what = heapq.heappop(self._events)
-            what()
-        raise RuntimeError(f"{max_events} events and no end: something makes no progress")
-
-    def busy_share(self, kind: str, start_s: float, end_s: float) -> float:
-        """Share of the time from start_s to end_s that the model of `kind` was at work."""
-        total = sum(max(0.0, min(b.end_s, end_s) - max(b.start_s, start_s)) for b in self.busy if b.kind == kind)
-        return total / (end_s - start_s)
-
-    def _join(self, peer: str, role: str) -> None:
-        model = None
-        if role != "client":
-            model = ModelIdentity(
-                name=f"scripted-{role}",
-                revision="1",
-                tokenizer="bytes",
-                vocab_size=self.vocab_size,
-                context_length=self.target.max_length,
-                stop_ids=self.stop_ids,
-            )
-        hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=peer, capacity=64, model=model)
-        self._route(self.router.on_hello(peer, hello, self.now))
-
-    def _from_peer(self, peer: str, message: Message) -> None:
-        """A message reaches the relay."""
-        self._route(self.router.on_frame(peer, encode(message), self.now))
-
-    def _route(self, actions: Sequence[object]) -> None:
-        for action in actions:
-            match action:
-                case Forward(peer, frame):
-                    self._travel(f"relay>{peer}", decode(frame), self._to_peer(peer))
-                case RouterSend(peer, message):
-                    self._travel(f"relay>{peer}", message, self._to_peer(peer))
-                case ClosePeer(peer, _, reason):
-                    raise RuntimeError(f"the relay closed {peer}: {reason}")
-
-    def _to_peer(self, peer: str) -> Callable[[Message], None]:
-        return {"verify": self._at_verify, "draft": self._at_draft, "client": self._at_client}[peer]
-
-    def _travel(self, leg: str, message: Message, arrive: Callable[[Message], None]) -> None:
-        """Half a round trip lies between the nodes, a quarter on each leg; clients sit beside the relay."""
-        if leg in self.num_frames:
-            self.num_frames[leg] += 1
-        delay_s = 0.0 if "client" in leg else self.times.rtt_s / 4
-        for extra_s in self.fault(leg, message):
-            self.at(self.now + delay_s + extra_s, lambda: arrive(message))
-
-    def _send(self, sender: str, message: Message) -> None:
-        self._travel(f"{sender}>relay", message, lambda m: self._from_peer(sender, m))
-
-    def _at_client(self, message: Message) -> None:
-        match message:
-            case TextDelta():
-                answer = self.answers[message.session]
-                if message.start != len(answer.tokens):
-                    raise RuntimeError(f"delta at {message.start}, {len(answer.tokens)} tokens received")
-                answer.tokens += message.tokens
-                answer.sources += message.sources
-                answer.text += message.text
-                answer.logprobs += message.logprobs or ()
-                answer.token_times += [self.now] * len(message.tokens)
-            case Done():
-                self.answers[message.session].finish_reason = message.finish_reason
-                self.answers[message.session].done = message
-            case Error(session=str(session)):
-                self.answers[session].error = f"{message.code}: {message.message}"
-
-    def _at_verify(self, message: Message) -> None:
-        if isinstance(message, OpenSession):
-            self._perform_verify(self.verify.on_opening(message.session, self.now))
-            request = make_request(
-                message,
-                prompt_ids=list(message.prompt_ids or ()),
-                context_length=self.target.max_length,
-                vocab_size=self.vocab_size,
-                stop_ids=self.stop_ids,
-            )
-            text = AnswerText(ByteStream(), request.stop)
-            self._perform_verify(self.verify.on_request(message.session, request, text, self.now))
-        else:
-            self._perform_verify(self.verify.on_message(message, self.now))
-        self._feed_verify()
-
-    def _at_draft(self, message: Message) -> None:
-        self._perform_draft(self.draft.on_message(message, self.now))
-        self._feed_draft()
-
-    def _perform_verify(self, actions: Sequence[verify.Action]) -> None:
-        for action in actions:
-            match action:
-                case verify.Send(message):
-                    self._send("verify", message)
-                case verify.OpenSlot(slot, sampling, tokens, num_prompt, stop_ids):
-                    self.target.open(slot, sampling=sampling, tokens=tokens, num_prompt=num_prompt, stop_ids=stop_ids)
-                case verify.CloseSlot(slot):
-                    self.target.close(slot)
-
-    def _perform_draft(self, actions: Sequence[draft.Action]) -> None:
-        for action in actions:
-            match action:
-                case draft.Send(message):
-                    self._send("draft", message)
-                case draft.OpenSlot(slot, sampling, num_prompt):
-                    self.drafter.open(slot, sampling=sampling, num_prompt=num_prompt)
-                case draft.CloseSlot(slot):
-                    self.drafter.close(slot)
-                case draft.FrameAnswered():
-                    self.rounds.append(action)
-
-    def _feed_verify(self) -> None:
-        work = self.verify.next_work(self.now)
-        if work is None:
-            timer = self.verify.next_timer()
-            if timer is not None and timer != self._verify_timer:
-                self._verify_timer = timer
-                self.at(timer, self._feed_verify)
-            return
-        if isinstance(work, verify.Prefill):
-            self.target.prefill(work.slot, work.start, work.end)
-            result: VerifyResult | Exception | None = None
-            cost_s = self.times.prefill_token_s * (work.end - work.start)
-            self.busy.append(Busy("prefill", work.session, self.now, self.now + cost_s, work.start))
-        else:
-            result = self.target.verify([work.request])[0]
-            cost_s = self.times.verify_s + self.times.verify_row_s * (len(work.request.tokens) - 1)
-            self.busy.append(Busy("verify", work.session, self.now, self.now + cost_s, work.request.start))
-            if isinstance(result, VerifyResult):
-                result = VerifyResult(
-                    tokens=result.tokens, rows=result.rows, logprobs=result.logprobs, compute_s=cost_s
-                )
-        self.at(self.now + cost_s, lambda: self._verify_done(result))
-
-    def _verify_done(self, result: VerifyResult | Exception | None) -> None:
-        self._perform_verify(self.verify.on_work_done(result, self.now, self.times.rtt_s / 2))
-        self._feed_verify()
-
-    def _feed_draft(self) -> None:
-        step, actions = self.draft.next_step(self.now)
-        self._perform_draft(actions)
-        if step is None:
-            return
-        assert self.draft.running is not None
-        session, _ = self.draft.running
-        cost_s = self.times.draft_prefill_token_s * max(0, len(step.commit) - 2)
-        if step.nodes or step.expand_root:
-            cost_s += self.times.draft_s + self.times.draft_row_s * (len(step.nodes) - 1)
-        result = self.drafter.step([step])[0]
-        position = self.draft.tip_position(session)
-        self.busy.append(Busy("draft", session, self.now, self.now + cost_s, position))
-        if isinstance(result, DraftResult):
-            result = DraftResult(children=result.children, compute_s=cost_s)
-        self.at(self.now + cost_s, lambda: self._draft_done(result))
-
-    def _draft_done(self, result: DraftResult | Exception) -> None:
-        self._perform_draft(self.draft.on_step_done(result, self.now))
-        self._feed_draft()
+        wanted = recording.answer[:max_tokens]
+        request = OpenSession(
+            session="s", prompt_ids=recording.prompt, max_tokens=len(wanted), speculate=policies.speculate
+        )
+        simulation.open(request)
+        simulation.run()
+        answer = simulation.answers["s"]
+        if answer.done is None or tuple(answer.tokens) != wanted:
+            raise RuntimeError(f"the answer is not the recorded one: {answer.error or answer.tokens[:20]}")
+        num_tokens += len(answer.tokens)
+        seconds += answer.token_times[-1] - answer.opened_at
+        sources.update(answer.sources)
+        totals.update(answer.done.report)
+        frames.update(simulation.num_frames)
+    return {
+        "tokens": num_tokens,
+        "tokens_per_s": num_tokens / seconds,
+        "ratio_to_target_only": num_tokens / seconds * times.verify_pass_s(1),
+        "passes_per_token": totals["passes"] / num_tokens,
+        "rows_per_pass": totals["rows"] / totals["passes"],
+        "mean_acceptance_length": 1 + totals["accepted"] / max(1, totals["rounds"]),
+        "candidates_per_token": totals["candidates_received"] / num_tokens,
+        "frames_up_per_token": frames["draft>relay"] / num_tokens,
+        "frames_down_per_token": frames["relay>draft"] / num_tokens,
+    } | {f"share_{source}": sources[source] / num_tokens for source in ("draft", "local", "plain")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rtt-ms", type=float, default=86.0, help="draft to verify and back")
-    parser.add_argument("--verify-ms", type=float, default=34.0, help="a one-row pass of the target")
-    parser.add_argument("--verify-row-ms", type=float, default=0.0, help="each further row")
-    parser.add_argument("--draft-ms", type=float, default=3.0, help="one step of the drafter")
-    parser.add_argument("--acceptance", type=float, default=0.8, help="chance that a candidate is the target's token")
-    parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--growth", type=parse_growth, default="chain:2+46", help="chain:K or chain:K+AHEAD")
-    parser.add_argument("--max-rows", type=int, default=16, help="rows of a pass, pending token included")
-    parser.add_argument("--patience-ms", type=float, default=0.0, help="wait so long for candidates; 0: never idle")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def synthetic(args: argparse.Namespace, times: Times, policies: Policies, fault: Fault) -> dict[str, Any]:
+    """One answer of the scripted models."""
     vocab_size = 64
     logits = hash_logits(vocab_size, args.seed, 4.0)
     length = args.tokens + 64
+    target = ScriptedTarget(logits, num_slots=1, max_length=length, max_rows=policies.max_rows, vocab_size=vocab_size)
+    drafter = ScriptedDrafter(
+        agreeing(logits, args.acceptance, args.seed), num_slots=1, max_length=length, vocab_size=vocab_size
+    )
     simulation = Simulation(
-        target=ScriptedTarget(logits, num_slots=1, max_length=length, max_rows=64, vocab_size=vocab_size),
-        drafter=ScriptedDrafter(
-            agreeing(logits, args.acceptance, args.seed), num_slots=1, max_length=length, max_rows=64,
-            vocab_size=vocab_size,
-        ),
-        times=Times(
-            rtt_s=args.rtt_ms / 1e3, verify_s=args.verify_ms / 1e3, verify_row_s=args.verify_row_ms / 1e3,
-            draft_s=args.draft_ms / 1e3,
-        ),
-        growth=args.growth,
-        selection=BestFirst(args.max_rows),
-        vocab_size=vocab_size,
-        patience_s=args.patience_ms / 1e3,
+        target=target, drafter=drafter, times=times, growth=parse_growth(policies.growth),
+        selection=BestFirst(policies.max_rows), vocab_size=vocab_size, patience_s=policies.patience_s,
+        local=parse_local(policies.local), gated=policies.gated, fault=fault,
     )  # fmt: skip
     prompt = tuple(random.Random(args.seed).choices(range(vocab_size), k=8))
     simulation.open(OpenSession(session="s", prompt_ids=prompt, max_tokens=args.tokens))
     simulation.run()
     answer = simulation.answers["s"]
     assert answer.done is not None
-    target_only = 1e3 / args.verify_ms
-    print(
-        json.dumps(
-            {
-                "tokens": len(answer.tokens),
-                "tokens_per_s": round(answer.tokens_per_s, 2),
-                "target_only_tokens_per_s": round(target_only, 2),
-                "ratio_to_target_only": round(answer.tokens_per_s / target_only, 3),
-                "verifier_busy_share": round(
-                    simulation.busy_share("verify", answer.token_times[0], answer.token_times[-1]), 3
-                ),
-                "candidate_frames": simulation.num_frames["draft>relay"],
-                "report": {name: round(value, 4) for name, value in answer.done.report.items()},
-                "parameters": {k: str(v) for k, v in vars(args).items()},
-            }
-        )
-    )
+    busy = simulation.busy_share("verify", answer.token_times[0], answer.token_times[-1])
+    return {
+        "tokens": len(answer.tokens),
+        "tokens_per_s": answer.tokens_per_s,
+        "ratio_to_target_only": answer.tokens_per_s * times.verify_s,
+        "verifier_busy_share": busy,
+        "candidate_frames": simulation.num_frames["draft>relay"],
+        "report": {name: round(value, 4) for name, value in answer.done.report.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rtt-ms", type=float, default=86.0, help="draft to verify and back")
+    parser.add_argument("--sweep", action="store_true", help=f"round trips of {SWEEP_MS} ms")
+    parser.add_argument("--jitter-ms", type=float, default=0.0, help="up to so much more on each leg")
+    parser.add_argument("--stall-every-s", type=float, default=0.0, help="a lost packet about so often on each leg")
+    parser.add_argument("--stall-ms", type=float, default=200.0, help="what a lost packet costs")
+    parser.add_argument("--verify-ms", type=float, default=34.0, help="a one-row pass of the target")
+    parser.add_argument("--verify-row-ms", type=float, default=0.0, help="each row beyond the free ones")
+    parser.add_argument("--free-rows", type=int, default=1)
+    parser.add_argument("--draft-ms", type=float, default=3.0, help="one step of the drafter")
+    parser.add_argument("--draft-row-ms", type=float, default=0.0, help="each further row of it")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="chance that a candidate is the target's token")
+    parser.add_argument("--recordings", type=Path, help="answers of a real target instead of synthetic ones")
+    parser.add_argument("--drafter", choices=["recorded", "emulated", "none"], default="emulated")
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--growth", default="chain:2+46", help="see node_draft --help")
+    parser.add_argument("--local", default="none", help="see node_verify --help")
+    parser.add_argument("--max-rows", type=int, default=16, help="rows of a pass, pending token included")
+    parser.add_argument("--patience-ms", type=float, default=0.0, help="wait so long for candidates; 0: never idle")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    policies = Policies(
+        growth=args.growth, local=args.local, max_rows=args.max_rows, patience_s=args.patience_ms / 1e3,
+        drafter=args.drafter != "none",
+    )  # fmt: skip
+    for rtt_ms in SWEEP_MS if args.sweep else (args.rtt_ms,):
+        times = Times(
+            rtt_s=rtt_ms / 1e3, verify_s=args.verify_ms / 1e3, verify_row_s=args.verify_row_ms / 1e3,
+            free_rows=args.free_rows, draft_s=args.draft_ms / 1e3, draft_row_s=args.draft_row_ms / 1e3,
+        )  # fmt: skip
+        fault = shaken(
+            jitter_s=args.jitter_ms / 1e3, stall_every_s=args.stall_every_s, stall_s=args.stall_ms / 1e3,
+            seed=args.seed,
+        )  # fmt: skip
+        if args.recordings:
+            propose = from_trace if args.drafter == "recorded" else emulated
+            figures: dict[str, Any] = simulate_recordings(
+                load_recordings(args.recordings), propose, times, policies, max_tokens=args.tokens, fault=fault
+            )
+        else:
+            figures = synthetic(args, times, policies, fault)
+        shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+        print(json.dumps({"rtt_ms": rtt_ms} | shown | {"parameters": {k: str(v) for k, v in vars(args).items()}}))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
 """Where the drafter grows its tree, and when it sends what it has grown.
 
-A policy sees the tree and answers two questions; it holds no state of a session. Policies are named on the command
-line (`--growth chain:8`), see `parse_growth`.
+A policy sees the tree and the frontier (nodes that have not been run yet, best first) and answers three questions:
+what to run next, what is good enough to be sent, and when. It holds no state of a session. Policies are named on the
+command line (`--growth tree:16x4`), see `parse_growth`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import heapq
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from speculation.tree import ROOT, Tree
+
+DEFAULT_CADENCE_S = 0.010
+SPARE_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +28,73 @@ class Expansion:
     num_children: int
 
 
+@dataclass(slots=True)
+class Frontier:
+    """Nodes that have not been run, by path log-probability; the dead ones are dropped when they come up.
+
+    A node's path log-probability counts from the tree's first root, so a commit changes no order.
+    """
+
+    _heap: list[tuple[float, int]] = field(default_factory=list)
+
+    def push(self, tree: Tree, node: int) -> None:
+        """Add a live node."""
+        if len(self._heap) > 2 * len(tree) + SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[1] in tree.nodes]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (-tree.nodes[node].path_logprob, node))
+
+    def pop(self, tree: Tree) -> int | None:
+        """Take the best live node; None if there is none."""
+        while self._heap:
+            _, node = heapq.heappop(self._heap)
+            if node in tree.nodes:
+                return node
+        return None
+
+    def __len__(self) -> int:
+        """Entries, the dead ones included."""
+        return len(self._heap)
+
+
+@dataclass(frozen=True, slots=True)
+class FlushState:
+    """What decides whether unsent nodes go out now.
+
+    Attributes:
+        num_unsent: nodes that are good enough to be sent and have not been.
+        can_grow: False when nothing more will come before an acceptance does.
+        num_live_sent: live nodes that were sent: what the verifier has, or will have.
+        since_flush_s: since the last frame.
+        verify_s: how long a pass of the target takes, as last reported; None if unknown.
+    """
+
+    num_unsent: int
+    can_grow: bool
+    num_live_sent: int = 0
+    since_flush_s: float = math.inf
+    verify_s: float | None = None
+
+
 class GrowthPolicy(Protocol):
     """How one session's tree grows."""
 
-    def expand(self, tree: Tree, *, expanded: Collection[int], limit: int, max_rows: int) -> Expansion | None:
-        """What to run next; None to wait.
+    def expand(self, tree: Tree, frontier: Frontier, *, root_is_new: bool, limit: int, room: int) -> Expansion | None:
+        """What to run next; None to wait. Nodes are taken from the frontier.
 
         Args:
-            expanded: live nodes that have been run already.
+            root_is_new: the last committed token has not been run, so ROOT has no children yet.
             limit: positions at or beyond limit - 1 need no candidates.
-            max_rows: most rows that the runner takes in one step.
+            room: most nodes that can be run in this step, besides the root.
         """
         ...
 
-    def flush(self, *, num_unsent: int, can_grow: bool) -> bool:
-        """Whether the unsent nodes should go out now. `can_grow` is False when `expand` answered None."""
+    def sendable(self, tree: Tree, node: int) -> bool:
+        """Whether a node is good enough to be sent; never worse for a parent than for its child."""
+        ...
+
+    def flush(self, state: FlushState) -> bool:
+        """Whether the unsent nodes should go out now."""
         ...
 
 
@@ -51,7 +110,7 @@ class ChainGrowth:
     frame_size: int
     ahead: int
 
-    def expand(self, tree: Tree, *, expanded: Collection[int], limit: int, max_rows: int) -> Expansion | None:
+    def expand(self, tree: Tree, frontier: Frontier, *, root_is_new: bool, limit: int, room: int) -> Expansion | None:
         tip, depth = ROOT, 0
         while children := tree.children(tip):
             tip = next(iter(children.values()))
@@ -59,22 +118,95 @@ class ChainGrowth:
         # The position after the tip must be worth a candidate: the target decides the last one by itself.
         if depth >= self.frame_size + self.ahead or tree.length + depth >= limit - 1:
             return None
+        while frontier.pop(tree) is not None:
+            pass
         return Expansion((tip,), 1)
 
-    def flush(self, *, num_unsent: int, can_grow: bool) -> bool:
-        return num_unsent >= self.frame_size or (num_unsent > 0 and not can_grow)
+    def sendable(self, tree: Tree, node: int) -> bool:
+        return True
+
+    def flush(self, state: FlushState) -> bool:
+        return state.num_unsent >= self.frame_size or (state.num_unsent > 0 and not state.can_grow)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeGrowth:
+    """The most probable paths first, several a step.
+
+    Every step runs the `rows` best nodes that have not been run and takes `num_children` children of each, whatever
+    is in flight: the deepest candidates sent are those for positions that the verifier reaches a round trip later.
+    Paths below `min_logprob` (nats, from the present root) are neither grown nor sent; they may be later, when the
+    root has moved towards them.
+
+    Frames are cut by time: nothing of what was sent is alive, or a quarter of a pass of the target has gone by since
+    the last one. So the verifier is never short of what exists, and the relay carries three or four small frames a
+    pass.
+    """
+
+    rows: int
+    num_children: int
+    min_logprob: float = -7.0
+    max_nodes: int = 2048
+
+    def expand(self, tree: Tree, frontier: Frontier, *, root_is_new: bool, limit: int, room: int) -> Expansion | None:
+        if tree.length >= limit - 1:
+            return None
+        if root_is_new:
+            return Expansion((ROOT,), self.num_children)
+        nodes: list[int] = []
+        back: list[int] = []
+        while len(nodes) < min(self.rows, room) and len(tree) < self.max_nodes:
+            node = frontier.pop(tree)
+            if node is None:
+                break
+            if tree.logprob(node) < self.min_logprob:
+                back.append(node)
+                break
+            # The position after the node must be worth a candidate; if it is not now it never will be.
+            if tree.nodes[node].position + 1 < limit - 1:
+                nodes.append(node)
+        for node in back:
+            frontier.push(tree, node)
+        return Expansion(tuple(nodes), self.num_children) if nodes else None
+
+    def sendable(self, tree: Tree, node: int) -> bool:
+        return tree.logprob(node) >= self.min_logprob
+
+    def flush(self, state: FlushState) -> bool:
+        if state.num_unsent == 0:
+            return False
+        cadence_s = DEFAULT_CADENCE_S if state.verify_s is None else state.verify_s / 4
+        return not state.can_grow or state.num_live_sent == 0 or state.since_flush_s >= cadence_s
+
+
+_CHAIN = re.compile(r"chain:(\d+)(?:\+(\d+))?")
+_TREE = re.compile(r"tree:(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?")
+FORMS = "chain:K, chain:K+AHEAD or tree:ROWSxCHILDREN[@NATS], for example chain:4+24 or tree:16x4"
 
 
 def parse_growth(text: str) -> GrowthPolicy:
-    """`chain:K` is a synchronous chain of K tokens, `chain:K+A` drafts A tokens ahead of it.
+    """`chain:K` is a synchronous chain of K tokens, `chain:K+A` drafts A tokens ahead of it; `tree:RxC` grows the R
+    best nodes a step by C children each, `@N` down to a path probability of e^-N.
 
     Raises:
         ValueError: naming the value and the form.
     """
-    name, _, rest = text.partition(":")
-    size, _, ahead = rest.partition("+")
-    if name != "chain" or not size.isdecimal() or not (ahead or "0").isdecimal():
-        raise ValueError(f"growth must be chain:K or chain:K+AHEAD, for example chain:4+24; got {text!r}")
-    if not 1 <= int(size) <= 64 or int(ahead or 0) > 1024:
-        raise ValueError(f"growth must have K in 1..64 and AHEAD in 0..1024; got {text!r}")
-    return ChainGrowth(int(size), int(ahead or 0))
+    if chain := _CHAIN.fullmatch(text):
+        size, ahead = int(chain[1]), int(chain[2] or 0)
+        if not 1 <= size <= 64 or ahead > 1024:
+            raise ValueError(f"growth must have K in 1..64 and AHEAD in 0..1024; got {text!r}")
+        return ChainGrowth(size, ahead)
+    if tree := _TREE.fullmatch(text):
+        rows, children, nats = int(tree[1]), int(tree[2]), float(tree[3] or 7.0)
+        if not (1 <= rows <= 128 and 1 <= children <= 16 and 0.5 <= nats <= 20):
+            raise ValueError(f"growth must have ROWS in 1..128, CHILDREN in 1..16 and NATS in 0.5..20; got {text!r}")
+        return TreeGrowth(rows, children, -nats)
+    raise ValueError(f"growth must be {FORMS}; got {text!r}")
+
+
+def best_first(tree: Tree, nodes: Sequence[int]) -> Frontier:
+    """A frontier of these live nodes."""
+    frontier = Frontier()
+    for node in nodes:
+        frontier.push(tree, node)
+    return frontier

@@ -26,6 +26,7 @@ class VerifyPass:
         parents: row of each row's parent; -1 for row 0.
         max_tokens: most tokens to commit; the walk stops there.
         num_logprobs: top log-probabilities to report with each token; None for none.
+        num_tops: most probable tokens to report at each committed position.
     """
 
     slot: int
@@ -34,6 +35,7 @@ class VerifyPass:
     parents: tuple[int, ...]
     max_tokens: int
     num_logprobs: int | None = None
+    num_tops: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class VerifyResult:
         rows: rows of the accepted candidates in path order, so tokens[i] is the token of rows[i], and
             len(tokens) is len(rows) + 1 unless the walk was stopped on a candidate.
         logprobs: one for each token if asked for.
+        tops: for each token, the target's `num_tops` most probable ones at its position, best first (of the raw
+            logits: what else the target was inclined to say, for recycling); empty if not asked for or not known.
         compute_s: time in the model (forward, sampling, compaction).
         overhead_s: the runner's own Python around it.
     """
@@ -52,6 +56,7 @@ class VerifyResult:
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    tops: tuple[tuple[int, ...], ...] = ()
     compute_s: float = 0.0
     overhead_s: float = 0.0
 

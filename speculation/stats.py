@@ -24,6 +24,7 @@ class SessionStats:
     Attributes:
         num_passes, num_rounds: all passes; those with candidates.
         num_rows: rows scored, pending tokens included.
+        num_frames: frames of candidates that came.
         num_received: candidate nodes that came; of them, num_stale, num_duplicate and num_orphaned were dropped.
         num_malformed: frames of candidates that broke the protocol.
         proposed: at place i, the rounds whose longest path reached it and whose answer did not end before it.
@@ -34,6 +35,7 @@ class SessionStats:
     num_passes: int = 0
     num_rounds: int = 0
     num_rows: int = 0
+    num_frames: int = 0
     num_received: int = 0
     num_stale: int = 0
     num_duplicate: int = 0
@@ -103,7 +105,7 @@ class SessionStats:
 
     def merge(self, other: SessionStats) -> None:
         """Add another session's counts."""
-        for name in ("num_passes", "num_rounds", "num_rows", "num_received", "num_stale", "num_duplicate",
+        for name in ("num_passes", "num_rounds", "num_rows", "num_frames", "num_received", "num_stale", "num_duplicate",
                      "num_orphaned", "num_malformed"):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.proposed.update(other.proposed)
@@ -114,7 +116,8 @@ class SessionStats:
         """Flat figures for `Done.report`.
 
         passes, plain_passes, rounds, rows, drafted, accepted, acceptance_rate and mean_acceptance_length as above;
-        candidates_WHAT (nodes) and frames_malformed; tokens_SOURCE for each of SOURCES; acceptance_at_I for those of
+        candidate_frames; candidates_WHAT (nodes) and frames_malformed; tokens_SOURCE for each of SOURCES;
+        acceptance_at_I for those of
         the places 1..MAX_PLACES that a round proposed.
         """
         figures: dict[str, float] = {
@@ -126,6 +129,7 @@ class SessionStats:
             "accepted": self.num_accepted,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "candidate_frames": self.num_frames,
             "candidates_received": self.num_received,
             "candidates_stale": self.num_stale,
             "candidates_duplicate": self.num_duplicate,

@@ -72,10 +72,18 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a commit did to the tree: the nodes that became committed, in path order, and those that died."""
+    """What a commit did to the tree.
+
+    Attributes:
+        passed: the nodes that became committed, in path order.
+        died: those that can no longer become it.
+        judged: of every node that stood for a committed position, its log-probability given its parent, in nats, and
+            whether its token was the one.
+    """
 
     passed: tuple[int, ...]
     died: tuple[int, ...]
+    judged: tuple[tuple[float, bool], ...] = ()
 
 
 class Tree:
@@ -170,7 +178,10 @@ class Tree:
         """Append committed tokens and move the root along them."""
         passed: list[int] = []
         died: list[int] = []
+        judged: list[tuple[float, bool]] = []
         for token in tokens:
+            for proposed, node_id in self.roots.items():
+                judged.append((self.nodes[node_id].path_logprob - self.root_logprob, proposed == token))
             follow = self.roots.pop(token, None)
             for other in self.roots.values():
                 self._kill(other, died)
@@ -184,7 +195,7 @@ class Tree:
                     self.nodes[child].parent = ROOT
                 passed.append(follow)
             self.committed.append(token)
-        return Commit(tuple(passed), tuple(died))
+        return Commit(tuple(passed), tuple(died), tuple(judged))
 
     def _attach(self, node: int, parent: int, position: int, token: int, logprob: float, source: str) -> Arrival:
         """Attach to a live parent, or to the committed tokens before `position`."""

@@ -479,6 +479,7 @@ class Acceptance(SessionMessage):
     Attributes:
         start: position of `tokens[0]`.
         num_accepted: how many of them were candidates; the rest is the correction, bonus or plain token.
+        wanted: whether the draft node should go on drafting; False while it does not pay.
         orphan_frame: the last frame that had nodes with an unknown parent, -1 for none: a frame before it was lost.
         rounds: the frames this pass was the first to see.
         hop_rtt_s: round trip between verify node and relay.
@@ -490,6 +491,7 @@ class Acceptance(SessionMessage):
     start: int
     tokens: tuple[int, ...]
     num_accepted: int = 0
+    wanted: bool = True
     orphan_frame: int = -1
     rounds: tuple[RoundTiming, ...] = ()
     hop_rtt_s: float = 0.0

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import configargparse
+
+T = TypeVar("T")
 
 SECRET_VARIABLE = "FOREDRAFT_SECRET"
 MIN_SECRET_CHARS = 8
@@ -99,6 +101,18 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be an integer in {low}..{high}, got {text!r}")
         return value
+
+    return convert
+
+
+def named(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """An argument type from a parser that raises ValueError with a message for people."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from None
 
     return convert
 

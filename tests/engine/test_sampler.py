@@ -339,3 +339,19 @@ def test_logprobs_are_after_bias_and_before_temperature_and_filters() -> None:
     assert reported.top_ids == (0, 1)
     assert reported.top_logprobs == pytest.approx((math.log(0.5), math.log(0.5)))
     assert made.logprobs(logs(P), (), 0, 0).top_ids == ()
+
+
+@given(st.integers(1, 6), st.integers(0, 10_000), st.sampled_from([0.0, 0.8]), st.booleans())
+def test_proposals_for_many_rows_are_those_of_each_row(num: int, seed: int, temperature: float, tied: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 40, generator=generator)
+    if tied:
+        logits[2] = logits[2].round()
+    sampler = Sampler(Sampling(temperature=temperature, seed=seed), num_prompt=1, vocab_size=33)
+    sampler.commit((1, 2))
+    positions, paths = [2, 3, 3, 4, 9], [(), (5,), (6,), (5, 7), (1, 1)]
+    many = sampler.propose_rows(logits, positions, paths, num)
+    for i, children in enumerate(many):
+        alone = sampler.propose(logits[i], positions[i], paths[i], num)
+        assert [child.token for child in children] == [child.token for child in alone]
+        assert [child.logprob for child in children] == pytest.approx([child.logprob for child in alone], abs=1e-5)

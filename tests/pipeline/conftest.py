@@ -9,7 +9,8 @@ import pytest
 
 from engine.scripted import ScriptedDrafter, ScriptedTarget
 from engine.scripted_logits import LogitsFn
-from scripts.simulate import Fault, Simulation, Times, no_fault
+from scripts.simulation import Fault, Simulation, Times, no_fault
+from speculation.costs import PassCosts
 from speculation.growth import GrowthPolicy, parse_growth
 from speculation.selection import BestFirst
 from wire.messages import OpenSession
@@ -38,6 +39,8 @@ def simulate() -> Callable[..., Simulation]:
         rtt_s: float = 0.086,
         fault: Fault = no_fault,
         times: Times | None = None,
+        local: tuple[bool, bool] = (False, False),
+        costs: dict[int, float] | None = None,
         prepare: Callable[[Simulation], None] = lambda simulation: None,
         **request: Any,
     ) -> Simulation:
@@ -50,6 +53,8 @@ def simulate() -> Callable[..., Simulation]:
             vocab_size=vocab_size,
             stop_ids=stop_ids,
             patience_s=patience_s,
+            local=local,
+            costs=PassCosts(costs) if costs else None,
             fault=fault,
         )
         prepare(simulation)

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.scripted_logits import agreeing, hash_logits, hopeless, reference, text_logits
-from scripts.simulate import Simulation
-from speculation.growth import Expansion, GrowthPolicy
-from speculation.tree import ROOT, Tree
+from scripts.simulation import Simulation
+from speculation.growth import GrowthPolicy
 from wire.messages import Acceptance, Candidates, Message, OpenSession, Paired, Prefix
 from wire.sampling import Sampling
 
@@ -29,27 +28,15 @@ SAMPLINGS = {
 Simulate = Callable[..., Simulation]
 
 
-class BushyGrowth:
-    """Two children everywhere, three deep, a few rows a step: a tree rather than a chain."""
-
-    def expand(self, tree: Tree, *, expanded: set[int], limit: int, max_rows: int) -> Expansion | None:
-        if not tree.roots:
-            return Expansion((ROOT,), 2) if tree.length < limit - 1 else None
-        open_nodes = [
-            node for node in tree.nodes if node not in expanded and tree.depth(node) < 3 and tree.length + 3 < limit
-        ]
-        return Expansion(tuple(open_nodes[:3]), 2) if open_nodes else None
-
-    def flush(self, *, num_unsent: int, can_grow: bool) -> bool:
-        return num_unsent >= 3 or (num_unsent > 0 and not can_grow)
-
-
 VARIATIONS: dict[str, dict[str, Any]] = {
     "chain of 1": {"growth": "chain:1"},
     "chain of 4": {"growth": "chain:4"},
     "chain of 8": {"growth": "chain:8"},
     "drafting ahead": {"growth": "chain:2+20"},
-    "tree": {"growth": BushyGrowth()},
+    "tree": {"growth": "tree:3x2"},
+    "tree and local drafter": {"growth": "tree:4x3", "local": (True, True)},
+    "local drafter": {"growth": "chain:1", "local": (True, True), "kind": "hopeless"},
+    "priced rows": {"growth": "tree:4x3", "local": (True, True), "costs": {1: 0.034, 16: 0.06}},
     "no delay": {"rtt_s": 0.0},
     "30 ms": {"rtt_s": 0.03},
     "200 ms": {"rtt_s": 0.2},
@@ -61,7 +48,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_forty_prompts_are_answered_as_by_the_target_alone(simulate: Simulate, variation: str, sampling: str) -> None:
+def test_many_prompts_are_answered_as_by_the_target_alone(simulate: Simulate, variation: str, sampling: str) -> None:
     target = hash_logits(VOCAB_SIZE, 17)
     how = {"kind": "half right", "rtt_s": 0.086, "growth": "chain:2+14"} | VARIATIONS[variation]
     kind, rtt_s = how.pop("kind"), how["rtt_s"]
@@ -72,7 +59,7 @@ def test_forty_prompts_are_answered_as_by_the_target_alone(simulate: Simulate, v
         # The streams to the client stay in order, as TCP keeps them.
         return (jitter() * rtt_s / 8 if isinstance(message, Candidates | Acceptance) else 0.0,)
 
-    for number in range(40):
+    for number in range(8 if "tree" in how["growth"] else 40):
         prompt = tuple(random.Random(number).choices(range(VOCAB_SIZE), k=1 + number % 7))
         simulation = simulate(
             target, drafter, prompt=prompt, max_tokens=20, sampling=SAMPLINGS[sampling], fault=fault, **how
@@ -82,7 +69,7 @@ def test_forty_prompts_are_answered_as_by_the_target_alone(simulate: Simulate, v
         assert answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("growth", ["chain:1", "chain:4", "chain:2+20", BushyGrowth()], ids=str)
+@pytest.mark.parametrize("growth", ["chain:1", "chain:4", "chain:2+20", "tree:4x3"])
 @pytest.mark.parametrize("kind", ["half right", "hopeless", "itself"])
 @pytest.mark.parametrize("rtt_s", [0.0, 0.03, 0.2])
 def test_no_combination_of_schedule_drafter_and_delay_changes_a_longer_answer(
@@ -101,8 +88,9 @@ def test_no_combination_of_schedule_drafter_and_delay_changes_a_longer_answer(
     drop=st.floats(0.0, 0.6),
     repeat=st.floats(0.0, 0.5),
     slow_s=st.floats(0.0, 0.5),
-    growth=st.sampled_from(["chain:1", "chain:4", "chain:1+10", "chain:3+9"]),
+    growth=st.sampled_from(["chain:1", "chain:4", "chain:1+10", "chain:3+9", "tree:2x2@4"]),
     patience_s=st.sampled_from([0.0, 0.3]),
+    local=st.sampled_from([(False, False), (True, True)]),
     sampling=st.sampled_from(sorted(SAMPLINGS)),
 )
 def test_c038_faults_on_the_link_never_change_the_answer_and_never_stop_it(
@@ -113,6 +101,7 @@ def test_c038_faults_on_the_link_never_change_the_answer_and_never_stop_it(
     slow_s: float,
     growth: str,
     patience_s: float,
+    local: tuple[bool, bool],
     sampling: str,
 ) -> None:
     """Candidates are lost, repeated, delayed and reordered; acceptances are repeated and delayed."""
@@ -129,7 +118,7 @@ def test_c038_faults_on_the_link_never_change_the_answer_and_never_stop_it(
     target = hash_logits(VOCAB_SIZE, seed)
     simulation = simulate(
         target, agreeing(target, 0.8, seed), growth=growth, patience_s=patience_s, sampling=SAMPLINGS[sampling],
-        fault=fault,
+        fault=fault, local=local,
     )  # fmt: skip
     assert tuple(simulation.answers["s"].tokens) == reference(target, SAMPLINGS[sampling], PROMPT, 40)
 

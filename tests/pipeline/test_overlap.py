@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.scripted_logits import agreeing, hash_logits, hopeless
-from scripts.simulate import Simulation, Times
+from scripts.simulation import Simulation, Times
 from wire.messages import OpenSession
 
 VOCAB_SIZE = 32

@@ -209,6 +209,36 @@ async def test_the_process_says_its_port_counts_bytes_and_exits_0_on_sigterm() -
     await server.wait_closed()
 
 
+async def test_sighup_takes_a_new_delay_from_the_file_and_tells_the_bytes_so_far(tmp_path: Path) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    delay_file = tmp_path / "delay"
+    process = await started("--to", f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "--delay-file", str(delay_file))
+    assert process.stdout is not None
+    port = json.loads(await process.stdout.readline())["port"]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    loop = asyncio.get_running_loop()
+    writer.write(b"abc")
+    await reader.readexactly(3)
+    delay_file.write_text("60")
+    process.send_signal(signal.SIGHUP)
+    assert json.loads(await process.stdout.readline()) == {"event": "reload", "up_bytes": 3, "down_bytes": 3}
+    before = loop.time()
+    writer.write(b"defg")
+    await reader.readexactly(4)
+    assert loop.time() - before >= 0.120
+    writer.close()
+    process.terminate()
+    await within(process.stdout.readline())
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+    server.close()
+    await server.wait_closed()
+
+
 async def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,0 +1,287 @@
+"""Does drafting from far away pay? All schedules, all round trips, in one run: `make bench`.
+
+Each configuration is a pipeline of its own (relay, nodes, a link emulator on each leg, real sockets), all up at the
+same time and idle but for the one that is asked. Prompts are held-out; for each prompt and round trip the
+configurations are asked one after the other, so that what disturbs the machine disturbs all of them.
+
+Three settings:
+
+    reference  the target commits its recorded answers at 34 ms a pass (0.1 ms for each row beyond 16), the drafter is
+               emulated: 3 ms a step (0.02 for each further row), hit rates of a 0.5B drafter of a 7B (top-1 0.735,
+               top-4 0.924). Processes, sockets, links and all of Foredraft's code are real.
+    paced      the target as above, the drafter shipped for it runs live
+    native     both models run live, at this machine's own speed
+
+    python scripts/bench.py --results docs/results/bench.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.replay import Recording, emulated, load_recordings, save_recordings
+from relay.client import Delta, Finished, StreamClient
+from scripts.bench_report import Run, report
+from scripts.demo_model import ensure_demo_checkpoint
+from scripts.processes import ROOT, Part, Parts
+from scripts.record_answers import record
+from scripts.simulate import Policies, simulate_recordings
+from scripts.simulation import Times
+
+DRAFTER = ROOT / "models" / "smollm2-135m-drafter"
+RTTS_MS = (0.0, 20.0, 50.0, 86.0, 150.0, 230.0)
+TARGET_PACE, DRAFT_PACE = "34+0.1/16", "3+0.02"
+REFERENCE_TIMES = Times(rtt_s=0.0, verify_s=0.034, verify_row_s=0.0001, free_rows=16, draft_s=0.003, draft_row_s=2e-5)
+SYNCHRONOUS = ("--patience-ms", "5000", "--local", "none", "--switch-off", "never", "--row-costs", "free")
+CHAIN_SIZES = (2, 3, 4, 5, 6, 8, 10, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to run the pipeline: flags of both nodes; `far` if its links have the round trip under test."""
+
+    name: str
+    growth: str | None
+    verify: tuple[str, ...] = ()
+    far: bool = True
+
+
+def configurations(near_chain: int, far_chain: int, tree: str) -> list[Configuration]:
+    """All of them; the target alone is a request flag of the last but one."""
+    no_local = ("--local", "none")
+    return [
+        Configuration("co-located chain", f"chain:{near_chain}", SYNCHRONOUS, far=False),
+        Configuration("co-located tree", tree, no_local, far=False),
+        Configuration("WAN chain", f"chain:{far_chain}", SYNCHRONOUS),
+        Configuration("WAN streamed chain", "chain:2+46", no_local),
+        Configuration("WAN streamed tree", tree, no_local),
+        Configuration("default", tree),
+        Configuration("local alone", None, far=False),
+    ]
+
+
+@dataclass
+class Pipeline:
+    """The running processes of one configuration."""
+
+    configuration: Configuration
+    client: StreamClient
+    links: list[Part] = field(default_factory=list)
+    delay_file: Path | None = None
+
+    async def set_rtt(self, rtt_ms: float) -> None:
+        """Have the links delay by a quarter of the round trip each."""
+        if self.configuration.far and self.delay_file is not None:
+            self.delay_file.write_text(str(rtt_ms / 4))
+            await self.link_bytes()
+
+    async def link_bytes(self) -> tuple[int, int]:
+        """Bytes so far from the draft node to the relay, and back."""
+        sums = (0, 0)
+        for link in self.links:
+            os.kill(link.process.pid, signal.SIGHUP)
+            assert link.process.stdout is not None
+            line = json.loads(await link.process.stdout.readline())
+            if link.name.endswith("draft"):
+                sums = (line["up_bytes"], line["down_bytes"])
+        return sums
+
+
+async def start(
+    parts: Parts, configuration: Configuration, *, target: Sequence[str], drafter: Sequence[str], stack: AsyncExitStack
+) -> Pipeline:
+    """Start one configuration's processes."""
+    name = configuration.name.replace(" ", "-")
+    relay = await parts.start(f"{name}-relay", ["-m", "relay", "--port", "0"])
+    delay_file = parts.folder / f"{name}.delay"
+    delay_file.write_text("0")
+    roles = ["verify"] if configuration.growth is None else ["verify", "draft"]
+    links = [
+        await parts.start(
+            f"{name}-link-{role}",
+            ["scripts/link_emulator.py", "--listen", "127.0.0.1:0", "--to", f"127.0.0.1:{relay.port}",
+             "--delay-ms", "0", "--delay-file", str(delay_file)],
+        )
+        for role in roles
+    ]  # fmt: skip
+    flags = {
+        "verify": [*target, *configuration.verify],
+        "draft": [*drafter, "--growth", configuration.growth or "", "--trace", str(parts.folder / f"{name}.jsonl")],
+    }
+    await asyncio.gather(
+        *(
+            parts.start(
+                f"{name}-{role}",
+                ["-m", f"node_{role}", "--relay", f"ws://127.0.0.1:{link.port}", *flags[role]],
+                core=0 if role == "verify" else 1,
+                timeout_s=300,
+            )
+            for role, link in zip(roles, links, strict=True)
+        )
+    )
+    client = await stack.enter_async_context(StreamClient(f"ws://127.0.0.1:{relay.port}", secret=parts.secret))
+    return Pipeline(configuration, client, links, delay_file)
+
+
+async def ask(pipeline: Pipeline, recording: Recording, num_tokens: int, *, speculate: bool = True) -> Run:
+    """One answer, and whether it is the recorded one."""
+    before = await pipeline.link_bytes()
+    tokens: list[int] = []
+    finished: Finished | None = None
+    async for event in pipeline.client.stream(prompt_ids=recording.prompt, max_tokens=num_tokens, speculate=speculate):
+        match event:
+            case Delta():
+                tokens += event.tokens
+            case Finished():
+                finished = event
+    after = await pipeline.link_bytes()
+    name = pipeline.configuration.name if speculate else "target alone"
+    if finished is None or not tokens:
+        raise RuntimeError(f"{name}: no answer came")
+    return Run(
+        configuration=name,
+        kind=recording.kind,
+        num_tokens=len(tokens),
+        equal=tuple(tokens) == recording.answer[: len(tokens)],
+        tokens_per_s=finished.tokens_per_s,
+        report=dict(finished.report),
+        bytes_up=after[0] - before[0],
+        bytes_down=after[1] - before[1],
+    )
+
+
+async def run_setting(setting: str, args: argparse.Namespace, recordings: list[Recording], model: str) -> list[Run]:
+    """All configurations of one setting at all round trips."""
+    near, far = best_chains(recordings)
+    rows = str(args.native_rows if setting == "native" else args.max_rows)
+    node = ["--model", model, "--max-length", "1024"]
+    target = [*node, "--max-rows", rows]
+    if setting != "native":
+        target += ["--replay", str(args.recordings), "--pace", TARGET_PACE]
+    drafter = [*node, "--drafter", f"distilled:{DRAFTER}"]
+    if setting == "reference":
+        drafter = [*node, "--drafter", f"emulated:{args.recordings}", "--pace", DRAFT_PACE]
+    tree = args.tree if setting == "reference" else args.live_tree
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory(prefix="foredraft-bench-") as folder:
+        parts = Parts(Path(args.keep or folder), secrets.token_urlsafe(24))
+        parts.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            async with AsyncExitStack() as stack:
+                pipelines = {}
+                for configuration in configurations(near, far, tree):
+                    say(f"{setting}: starting {configuration.name}")
+                    pipelines[configuration.name] = await start(
+                        parts, configuration, target=target, drafter=drafter, stack=stack
+                    )
+                for rtt_ms in args.rtts:
+                    for pipeline in pipelines.values():
+                        await pipeline.set_rtt(rtt_ms)
+                    await asyncio.sleep(1.0)
+                    for recording in recordings[: args.prompts]:
+                        runs += await ask_all(pipelines, recording, args.tokens, setting, rtt_ms)
+        finally:
+            await asyncio.shield(parts.stop())
+    return runs
+
+
+async def ask_all(
+    pipelines: dict[str, Pipeline], recording: Recording, num_tokens: int, setting: str, rtt_ms: float
+) -> list[Run]:
+    """One prompt, all configurations; those without a far link at the shortest round trip alone."""
+    runs = []
+    for name, pipeline in pipelines.items():
+        if pipeline.configuration.far or rtt_ms == 0 or name == "co-located chain":
+            runs.append(await ask(pipeline, recording, num_tokens))
+    runs.append(await ask(pipelines["default"], recording, num_tokens, speculate=False))
+    for run in runs:
+        run.setting, run.rtt_ms = setting, rtt_ms
+    shown = ", ".join(f"{run.configuration} {run.tokens_per_s:.1f}" for run in runs)
+    say(f"{setting}, {rtt_ms:g} ms, {recording.kind}: {shown}")
+    return runs
+
+
+def best_chains(recordings: Sequence[Recording]) -> tuple[int, int]:
+    """The best size of a synchronous chain side by side and at 86 ms, in the reference setting, by simulation."""
+    best = []
+    for rtt_s in (0.0, 0.086):
+        rates: dict[int, float] = defaultdict(float)
+        for size in CHAIN_SIZES:
+            policies = Policies(growth=f"chain:{size}", local="none", patience_s=5.0, gated=False)
+            times = Times(**{**REFERENCE_TIMES.__dict__, "rtt_s": rtt_s})
+            rates[size] = simulate_recordings(recordings, emulated, times, policies)["tokens_per_s"]
+        best.append(max(rates, key=lambda size: rates[size]))
+    return best[0], best[1]
+
+
+def say(text: str) -> None:
+    """A progress line."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def ensure_recordings(path: Path, model: str) -> list[Recording]:
+    """The recordings, made first if there are none: four held-out prompts of each kind."""
+    if not path.exists():
+        say(f"recording the target's answers to {path} (some minutes, once)")
+        save_recordings(path, record(model, DRAFTER, per_kind=4, min_tokens=96, max_tokens=192))
+    # One of each kind in turn, so that a run over a few prompts has all kinds.
+    by_kind: dict[str, list[Recording]] = defaultdict(list)
+    for recording in load_recordings(path):
+        by_kind[recording.kind].append(recording)
+    turns = max(map(len, by_kind.values()))
+    return [rows[turn] for turn in range(turns) for rows in by_kind.values() if turn < len(rows)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", default=["reference", "paced", "native"])
+    parser.add_argument("--rtts", nargs="+", type=float, default=list(RTTS_MS), help="round trips, ms")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--tree", default="tree:32x6", help="growth of the tree configurations")
+    parser.add_argument("--live-tree", default="tree:4x4", help="the same where a live drafter runs on a CPU")
+    parser.add_argument("--max-rows", type=int, default=64, help="rows of a paced pass")
+    parser.add_argument("--native-rows", type=int, default=16, help="rows of a pass on a CPU")
+    parser.add_argument("--recordings", type=Path, default=Path("~/.cache/foredraft/recordings.json.gz").expanduser())
+    parser.add_argument("--results", type=Path, help="write the figures here, and a picture beside it")
+    parser.add_argument("--keep", help="keep logs and traces in this folder")
+    args = parser.parse_args()
+    began = time.monotonic()
+    model = str(ensure_demo_checkpoint())
+    recordings = ensure_recordings(args.recordings, model)
+    runs: list[Run] = []
+    for setting in args.settings:
+        runs += asyncio.run(run_setting(setting, args, recordings, model))
+    parameters: dict[str, Any] = {
+        "settings": args.settings, "rtts_ms": args.rtts, "prompts": args.prompts, "tokens": args.tokens,
+        "tree": args.tree, "live tree": args.live_tree, "max_rows": args.max_rows, "native_rows": args.native_rows,
+        "chains (side by side, far)": best_chains(recordings), "target pace": TARGET_PACE, "draft pace": DRAFT_PACE,
+        "pinning": "verify nodes on core 0, draft nodes on core 1, one thread each",
+        "minutes": round((time.monotonic() - began) / 60, 1),
+    }  # fmt: skip
+    print(report(runs, parameters, args.results))
+    medians = statistics.median(run.tokens_per_s for run in runs)
+    say(f"{len(runs)} answers, median {medians:.1f} tokens/s, {parameters['minutes']} minutes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
