@@ -11,10 +11,11 @@ from engine.executor import ModelExecutor
 from engine.runner import DraftRunner
 from node_draft.scheduler import DraftScheduler
 from node_draft.session import Action, CloseSlot, FrameAnswered, OpenSlot, Send
-from speculation.ledger import Round
+from speculation.ledger import PARTS, Round
 from speculation.passes import DraftResult, DraftStep
 from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
+from wire.metrics import Family, Histogram, histograms, labelled
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,17 @@ class DraftNode(NodeShell):
         self.runner = runner
         self.executor = executor
         self.trace = trace
+        self._parts = {name: Histogram() for name in (*PARTS, "total")}
+
+    def families(self) -> list[Family]:
+        """The metrics: what was drafted, and where the time of the rounds went."""
+        counts = asdict(self.scheduler.counters)
+        return [
+            *super().families(),
+            labelled("counter", "foredraft_draft_total", "What the drafter did.", "what",
+                     {name.removeprefix("num_"): count for name, count in counts.items()}),
+            histograms("foredraft_round_seconds", "The ledger of the rounds, by part.", "part", self._parts),
+        ]  # fmt: skip
 
     def on_link_lost(self) -> None:
         """The relay has unpaired us: whatever we drafted goes nowhere."""
@@ -88,7 +100,7 @@ class DraftNode(NodeShell):
 
     def _trace_round(self, answered: FrameAnswered, arrived_at: float) -> None:
         """Close a frame's round: the acceptance that answered it arrived at `arrived_at` and is applied now."""
-        if not self.trace.enabled or self.link is None:
+        if self.link is None:
             return
         now = self.now()
         finished = Round(
@@ -102,4 +114,8 @@ class DraftNode(NodeShell):
             draft_hop_rtt_s=self.link.rtt_s or 0.0,
             verify_hop_rtt_s=answered.acceptance.hop_rtt_s,
         )
-        self.trace.write("round", now, session=answered.session, **asdict(finished))
+        self._parts["total"].observe(finished.total_s)
+        for name, value in finished.parts_s().items():
+            self._parts[name].observe(max(0.0, value))
+        if self.trace.enabled:
+            self.trace.write("round", now, session=answered.session, **asdict(finished))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,16 @@ from engine.runner import TargetRunner
 from node_verify.requests import Request, RequestRefused, check_ids, make_request
 from node_verify.scheduler import VerifyScheduler
 from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work
-from node_verify.text import AnswerText, DecodeStream, spelled
+from node_verify.text import AnswerText, DecodeStream, answer_text, spelled
 from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
 from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, Tokenize, Tokenized
+from wire.metrics import Family, counter, gauge, labelled
 
 log = logging.getLogger(__name__)
+AVERAGES = ("acceptance_rate", "mean_acceptance_length", "acceptance_at_")
+"""Names in a session's report that do not add up."""
 
 
 class Tokenizer(Protocol):
@@ -70,13 +74,16 @@ class VerifyNode(NodeShell):
         self.vocab_size = vocab_size
         self.stop_ids = stop_ids
         self.trace = trace
-        self.draining = False
+        self._ended: Counter[str] = Counter()
         self._opening: set[asyncio.Task[None]] = set()
 
     def on_link_lost(self) -> None:
         """The relay told the clients; their sessions end here too."""
         self.link = None
         now = self.now()
+        # The relay may send a session again over the next link, before its prompt is tokenized for this one.
+        for task in self._opening:
+            task.cancel()
         for session_id in list(self.scheduler.sessions):
             cancel = Cancel(session=session_id, reason="client gone")
             self._perform(self.scheduler.on_message(cancel, now))
@@ -126,10 +133,22 @@ class VerifyNode(NodeShell):
             except TimeoutError:
                 continue
 
-    async def drain(self, grace_s: float, reason: str) -> None:
-        """Take no new session and wait for the running ones, at most `grace_s`."""
-        self.draining = True
-        await super().drain(grace_s, reason)
+    def families(self) -> list[Family]:
+        """The metrics: what all sessions that have ended did, by the names of `SessionStats.report`."""
+        totals = {name: value for name, value in self._ended.items() if not name.startswith(AVERAGES)}
+        drafted, rounds = self._ended["drafted"], self._ended["rounds"]
+        accepted = self._ended["accepted"]
+        return [
+            *super().families(),
+            labelled("counter", "foredraft_verify_total", "Counts and seconds of all ended sessions.", "what", totals),
+            gauge("foredraft_acceptance_rate", "Accepted of drafted places.", accepted / drafted if drafted else 0.0),
+            gauge(
+                "foredraft_mean_acceptance_length", "1 + accepted over rounds.", 1 + accepted / rounds if rounds else 1
+            ),
+            counter(
+                "foredraft_stale_messages_total", "Messages that came too late.", self.scheduler.num_stale_messages
+            ),
+        ]
 
     def _run(self, calls: list[Callable[[], None]], work: Work) -> VerifyResult | Exception | None:
         """In the model's thread: open and free slots, then do the work."""
@@ -182,7 +201,7 @@ class VerifyNode(NodeShell):
         return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
 
     def _answer_text(self, request: Request) -> AnswerText:
-        return AnswerText(self.tokenizer.decode_stream(list(request.prompt_ids)), request.stop)
+        return answer_text(request, self.tokenizer.decode_stream(list(request.prompt_ids)))
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -206,6 +225,7 @@ class VerifyNode(NodeShell):
                     self.call_before_next_work(partial(self.runner.close, slot))
                 case SessionEnded(session, reason, report):
                     log.info("session %s ended: %s", session, reason)
+                    self._ended.update({"sessions": 1} | report)
                     self.trace.write("session_ended", self.now(), session=session, reason=reason, report=report)
         self.settle(len(self.scheduler.sessions))
 

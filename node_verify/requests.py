@@ -25,6 +25,7 @@ class Request:
         limit: most tokens of prompt + answer; the answer ends with reason `length` when it is reached.
         stop_ids: end the answer; empty if the client wants to go on after them.
         stop: strings that end the answer.
+        committed: tokens of the answer that another verify node has committed already.
     """
 
     prompt_ids: tuple[int, ...]
@@ -34,6 +35,12 @@ class Request:
     stop: tuple[str, ...] = ()
     num_logprobs: int | None = None
     speculate: bool = True
+    committed: tuple[int, ...] = ()
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """Prompt and what is committed of the answer: all that the target has to read before it goes on."""
+        return self.prompt_ids + self.committed
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -79,11 +86,15 @@ def make_request(
             f"{context_length} tokens of prompt and answer",
         )
     check_ids("prompt_ids", prompt_ids, vocab_size)
+    check_ids("committed", message.committed, vocab_size)
     for key in message.sampling.logit_bias:
         if int(key) >= vocab_size:
             raise RequestRefused("bad_request", f"logit_bias must be keyed by ids in 0..{vocab_size - 1}, got {key}")
     room = context_length - len(prompt_ids)
     budget = min(message.max_tokens or room, room)
+    if len(message.committed) > budget:
+        text = f"committed has {len(message.committed)} tokens, the answer may have {budget}"
+        raise RequestRefused("bad_request", text)
     return Request(
         prompt_ids=tuple(prompt_ids),
         limit=len(prompt_ids) + budget,
@@ -92,4 +103,5 @@ def make_request(
         stop=message.stop,
         num_logprobs=message.logprobs,
         speculate=message.speculate,
+        committed=message.committed,
     )

@@ -34,7 +34,7 @@ from node_verify.session import (
     Work,
     work_slot,
 )
-from node_verify.text import AnswerText
+from node_verify.text import AnswerText, ended_by
 from speculation.costs import PassCosts
 from speculation.gate import Gate
 from speculation.local import NUM_TOPS, LocalDrafter, Recycled
@@ -123,7 +123,11 @@ class VerifyScheduler:
         session.request = request
         session.text = text
         session.state = State.WAITING
-        session.tree = Tree(list(request.prompt_ids))
+        session.tree = Tree(list(request.known_ids))
+        reason = ended_by(request, text)
+        if reason:
+            # All of it was committed elsewhere; what is missing is the word that it is over.
+            return self._end(session, reason, now)
         session.estimates = self._estimates(request)
         self._waiting.append(session_id)
         return [*prefix_parts(session), *self._admit(now)]
@@ -224,14 +228,14 @@ class VerifyScheduler:
             session.started_at = now
             self._turns[session.id] = None
             actions.append(
-                OpenSlot(session.slot, request.sampling, request.prompt_ids, len(request.prompt_ids), request.stop_ids)
+                OpenSlot(session.slot, request.sampling, request.known_ids, len(request.prompt_ids), request.stop_ids)
             )
             self._settle_prefill(session, now)
         return actions
 
     def _settle_prefill(self, session: Session, now: float) -> None:
         assert session.request is not None
-        if session.num_prefilled >= len(session.request.prompt_ids) - 1:
+        if session.num_prefilled >= len(session.request.known_ids) - 1:
             session.state = State.RUNNING
             session.idle_since = now
         else:
@@ -243,7 +247,7 @@ class VerifyScheduler:
         assert tree is not None
         if session.state is State.PREFILL:
             start = session.num_prefilled
-            end = min(start + self.prefill_chunk, len(request.prompt_ids) - 1)
+            end = min(start + self.prefill_chunk, len(request.known_ids) - 1)
             return Prefill(session.id, session.slot, start, end)
         remaining = request.limit - tree.length
         picks: list[Pick] = []
@@ -272,7 +276,7 @@ class VerifyScheduler:
         recycle, suffix = self.local
         local = None
         if request.speculate and (recycle or suffix):
-            local = LocalDrafter(request.prompt_ids, recycled=Recycled() if recycle else None, suffix=suffix)
+            local = LocalDrafter(request.known_ids, recycled=Recycled() if recycle else None, suffix=suffix)
         return Estimates(far=score_rates() if self.calibrate else None, local=local, costs=self.costs)
 
     def _wanted(self, session: Session) -> bool:
@@ -360,17 +364,7 @@ class VerifyScheduler:
         request = session.request
         num_prompt = len(request.prompt_ids) if request else 0
         num_answer = session.tree.length - num_prompt if session.tree is not None else 0
-        report = (
-            session.stats.report()
-            | session.rounds.report()
-            | {
-                "verify_compute_s": session.compute_s,
-                "verify_overhead_s": session.overhead_s,
-                "waited_for_slot_s": max(0.0, session.started_at - session.opened_at),
-                "first_token_s": (session.first_token_at or now) - session.opened_at,
-                "answer_s": now - session.opened_at,
-            }
-        )
+        report = session.report(now)
         actions = self._forget(session, now)
         if announce:
             done = Done(

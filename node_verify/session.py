@@ -164,6 +164,17 @@ class Session:
     started_at: float = 0.0
     first_token_at: float | None = None
 
+    def report(self, now: float) -> dict[str, float]:
+        """For `Done.report`: statistics, a mean round, and where the time of the answer went at this node."""
+        times = {
+            "verify_compute_s": self.compute_s,
+            "verify_overhead_s": self.overhead_s,
+            "waited_for_slot_s": max(0.0, self.started_at - self.opened_at),
+            "first_token_s": (self.first_token_at or now) - self.opened_at,
+            "answer_s": now - self.opened_at,
+        }
+        return self.stats.report() | self.rounds.report() | times
+
 
 def work_slot(work: Work) -> int:
     """The cache slot that a piece of work uses."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from node_verify.requests import Request
 from wire.messages import TextDelta, TokenLogprob
 
 
@@ -50,6 +51,11 @@ class AnswerText:
         self._held = ""
         self._stopped = False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed."""
+        return self._stopped
+
     def push(self, tokens: Sequence[int]) -> Push:
         """Add a block of tokens. After a stop nothing is added any more."""
         shown: list[str] = []
@@ -92,6 +98,23 @@ def spelled(delta: TextDelta, token_bytes: Callable[[int], bytes]) -> tuple[Toke
         )
         for token, entry in zip(delta.tokens, delta.logprobs or (), strict=True)
     )
+
+
+def answer_text(request: Request, stream: DecodeStream) -> AnswerText:
+    """The text of a request's answer, behind the tokens that were committed elsewhere.
+
+    The client has the text of those: what tokens show depends on the tokens before them, not on the blocks they are in.
+    """
+    text = AnswerText(stream, request.stop)
+    text.push(request.committed)
+    return text
+
+
+def ended_by(request: Request, text: AnswerText) -> str:
+    """The finish reason of an answer whose committed tokens were its last already; "" if it goes on."""
+    if request.committed and (text.stopped or request.committed[-1] in request.stop_ids):
+        return "stop"
+    return "length" if request.committed and len(request.known_ids) >= request.limit else ""
 
 
 def _overlap(text: str, stop: str) -> int:

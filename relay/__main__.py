@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relay.config import RelayConfig
+from relay.credentials import CredentialsError
 from relay.server import RelayServer
 from wire.aio.process import EXIT_OK, announce, run_main, stop_on_signals
 from wire.aio.trace import TraceWriter
@@ -23,9 +24,8 @@ async def start_gateway(server: RelayServer) -> Gateway | None:
         return None
     # Here, not above: a relay without an API need not hold aiohttp and pydantic, 40 MB, in memory.
     from relay.api import Gateway
-    from relay.api_auth import Access
 
-    gateway = Gateway(server, Access(client=config.secret, admin=config.admin_secret or config.secret))
+    gateway = Gateway(server)
     await gateway.start(config.http_host, config.http_port)
     return gateway
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     config = RelayConfig.read(argv)
     setup_logging(config.log_level)
-    return run_main("relay", lambda: serve(config), debug=config.log_level == "debug")
+    return run_main("relay", lambda: serve(config), CredentialsError, debug=config.log_level == "debug")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -24,7 +23,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from relay.api_answers import ChatForm, Collected, CompletionForm, Form
-from relay.api_auth import Access
+from relay.api_auth import HttpAccess
 from relay.api_errors import RETRY_AFTER_S, ApiError, from_wire
 from relay.api_models import (
     ChatRequest,
@@ -38,6 +37,7 @@ from relay.api_page import StatusPage
 from relay.api_sessions import Answer, Exchange, LocalClient
 from relay.api_status import StatusBoard
 from relay.api_stream import COMMENT, END, SILENCE_S, STREAM_IS_OPEN, event, open_stream
+from relay.credentials import Credential
 from relay.errors import RequestFailed
 from relay.server import RelayServer
 from wire.errors import ListenFailed, WireError
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 FIRST_EVENT_S = 2.0
 """How long the head of a stream waits for its first event: a request that is refused at once gets a proper status."""
 SHUTDOWN_S = 2.0
+CREDENTIAL = web.RequestKey("credential", Credential)
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -59,9 +60,9 @@ class Gateway:
         server: must be listening before `start`.
     """
 
-    def __init__(self, server: RelayServer, access: Access) -> None:
+    def __init__(self, server: RelayServer) -> None:
         self.server = server
-        self.access = access
+        self.access = HttpAccess(server.access)
         self.client = LocalClient(server)
         self.port = 0
         self.app = web.Application(client_max_size=MAX_FRAME_BYTES, middlewares=[_errors, self._authorize])
@@ -76,22 +77,21 @@ class Gateway:
                 web.post("/detokenize", self._detokenize),
             ]
         )
-        self.app.add_routes(StatusPage(StatusBoard(server), access).routes())
+        self.app.add_routes(StatusPage(StatusBoard(server), self.access).routes())
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int, *, ssl_context: ssl.SSLContext | None = None) -> None:
-        """Listen.
+    async def start(self, host: str, port: int) -> None:
+        """Listen, with the relay's own certificate if it has one.
 
         Raises:
             ListenFailed: the address cannot be had.
         """
-        self.client.start()
         # An abandoned request must not go on: its handler is cancelled when its client is gone.
         self._runner = web.AppRunner(
             self.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, handle_signals=False
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=ssl_context)
+        site = web.TCPSite(self._runner, host, port, ssl_context=self.server.access.ssl_context)
         try:
             await site.start()
         except OSError as exc:
@@ -108,7 +108,7 @@ class Gateway:
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
-            self.access.check_client(request.headers.get("Authorization"))
+            request[CREDENTIAL] = self.access.credential(request.headers.get("Authorization"), "client", "admin")
         return await handler(request)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -130,7 +130,7 @@ class Gateway:
         asked.check()
         try:
             sessions = requests()
-            with self.client.exchange(sessions) as exchange:
+            with self.client.exchange(sessions, request[CREDENTIAL]) as exchange:
                 exchange.on_overflow = lambda: _cut(request)
                 log.info("%s: %d sessions for %s", request.path, len(sessions), asked.user or "a client")
                 form = form_of(
@@ -206,17 +206,17 @@ class Gateway:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         asked = await _read(request, TokenizeRequest)
-        answer = await self._ask(asked.requests(), "prompt" if asked.prompt is not None else "messages")
+        answer = await self._ask(request, asked.requests(), "prompt" if asked.prompt is not None else "messages")
         tokens = answer.tokens
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": answer.context_length})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         asked = await _read(request, DetokenizeRequest)
-        return _json({"prompt": (await self._ask(asked.requests(), "tokens")).text})
+        return _json({"prompt": (await self._ask(request, asked.requests(), "tokens")).text})
 
-    async def _ask(self, requests: list[Tokenize], prompt_field: str) -> Tokenized:
+    async def _ask(self, request: web.Request, requests: list[Tokenize], prompt_field: str) -> Tokenized:
         try:
-            with self.client.exchange(requests) as exchange:
+            with self.client.exchange(requests, request[CREDENTIAL]) as exchange:
                 item = await exchange.next()
                 assert item is not None, "it was waited for"
                 assert isinstance(item[1], Tokenized), "what a Tokenize is answered with"

@@ -1,45 +1,37 @@
-"""Who may use the HTTP side: `Authorization: Bearer SECRET`, nothing in a URL, compared in constant time."""
+"""Who may use the HTTP side: `Authorization: Bearer SECRET`, nothing in a URL.
+
+The credentials are the relay's own (`relay/credentials.py`), with their roles, rotation and limits: "client" may ask,
+"admin" sees the status of all sessions and may ask as well.
+"""
 
 from __future__ import annotations
 
-import hmac
-from dataclasses import dataclass
-
+from relay.access import Access
 from relay.api_errors import ApiError
+from relay.credentials import Credential
+
+NO_SECRET = "-"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """The credentials of the HTTP side. `admin` sees the status of all sessions, `client` asks."""
+class HttpAccess:
+    """The relay's credentials, for HTTP requests."""
 
-    client: str
-    admin: str
+    def __init__(self, access: Access) -> None:
+        self._access = access
 
-    def check_client(self, header: str | None) -> None:
-        """An administrator may ask as well.
+    def credential(self, header: str | None, *roles: str) -> Credential:
+        """The credential of a request, which must have one of these roles.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401 without a secret that is known, 403 with one that is for something else.
         """
-        given = _bearer(header)
-        # Both are compared whatever the first says.
-        if not (_same(given, self.client) | _same(given, self.admin)):
-            raise _refusal("the secret")
-
-    def check_admin(self, header: str | None) -> None:
-        """Raises ApiError 401."""
-        if not _same(_bearer(header), self.admin):
-            raise _refusal("the admin secret")
-
-
-def _bearer(header: str | None) -> str:
-    scheme, _, given = (header or "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else ""
-
-
-def _same(given: str, secret: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
-
-
-def _refusal(what: str) -> ApiError:
-    return ApiError(401, f"Authorization: Bearer SECRET with {what} of this relay is required", code="invalid_api_key")
+        scheme, _, given = (header or "").partition(" ")
+        identity = self._access.authenticate(given.strip() if scheme.lower() == "bearer" else NO_SECRET)
+        if identity is None:
+            text = "Authorization: Bearer SECRET with a secret of this relay is required"
+            raise ApiError(401, text, code="invalid_api_key")
+        credential = identity.credential
+        if not set(roles) & set(credential.roles):
+            text = f"credential {credential.name} is for {', '.join(credential.roles)}, not for this"
+            raise ApiError(403, text, code="not_allowed")
+        return credential

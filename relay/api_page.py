@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from relay.api_auth import Access
+from relay.api_auth import HttpAccess
 from relay.api_rounds import PARTS
 from relay.api_status import StatusBoard
 from relay.api_stream import event, open_stream
@@ -48,7 +48,7 @@ PAGE_HEADERS = {
 class StatusPage:
     """Handlers of the page."""
 
-    def __init__(self, board: StatusBoard, access: Access) -> None:
+    def __init__(self, board: StatusBoard, access: HttpAccess) -> None:
         self.board = board
         self.access = access
 
@@ -74,7 +74,7 @@ class StatusPage:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """A snapshot each UPDATE_S until the viewer goes away, which cancels this handler."""
-        self.access.check_admin(request.headers.get("Authorization"))
+        self.access.credential(request.headers.get("Authorization"), "admin")
         session = request.query.get("session", "")
         loop = asyncio.get_running_loop()
         response = await open_stream(request)

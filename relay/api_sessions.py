@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from relay.credentials import Credential
 from relay.errors import RequestFailed
 from relay.local import LocalLink
+from relay.pairing import MAX_SESSIONS_PER_CLIENT
 from relay.server import RelayServer
 from wire.codec import decode
+from wire.errors import Refused
 from wire.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -43,21 +46,29 @@ class Pairing:
 
 
 class LocalClient:
-    """One client of the router, for all HTTP requests."""
+    """The gateway's peers in the router: one for each credential, so that its limits hold here too."""
 
     def __init__(self, server: RelayServer) -> None:
         self.server = server
         self._exchanges: dict[str, Exchange] = {}
-        self._peer = ""
+        self._peers: dict[str, str] = {}
 
-    def start(self) -> None:
-        """Join the relay, which must be listening."""
-        hello = Hello(protocol=PROTOCOL_VERSION, role="client", name="gateway")
-        self._peer = self.server.join_local(hello, LocalLink(self._deliver, self._on_closed))
+    def peer(self, credential: Credential) -> str:
+        """The id of the peer for a credential's requests."""
+        peer_id = self._peers.get(credential.name, "")
+        peer = self.server.router.peers.get(peer_id)
+        if peer is None:
+            hello = Hello(protocol=PROTOCOL_VERSION, role="client", name=f"gateway for {credential.name}")
+            peer_id = self.server.join_local(hello, LocalLink(self._deliver, self._on_closed), credential)
+            self._peers[credential.name] = peer_id
+        else:
+            # The credential may have been read anew with another limit.
+            peer.max_sessions = credential.max_sessions or MAX_SESSIONS_PER_CLIENT
+        return peer_id
 
-    def exchange(self, requests: Sequence[OpenSession | Tokenize]) -> Exchange:
+    def exchange(self, requests: Sequence[OpenSession | Tokenize], credential: Credential) -> Exchange:
         """The sessions of one HTTP request; enter it to send them."""
-        return Exchange(self, requests)
+        return Exchange(self, requests, credential)
 
     def pairing(self, session_id: str) -> Pairing:
         """Who serves a session now; empty names where that is over."""
@@ -73,7 +84,7 @@ class LocalClient:
             epoch=session.epoch,
         )
 
-    def open(self, request: OpenSession | Tokenize, exchange: Exchange) -> None:
+    def open(self, peer_id: str, request: OpenSession | Tokenize, exchange: Exchange) -> None:
         """Send a request.
 
         Raises:
@@ -81,7 +92,7 @@ class LocalClient:
         """
         self._exchanges[request.session] = exchange
         try:
-            self.server.from_local(self._peer, request)
+            self.server.from_local(peer_id, request)
         except BaseException:
             del self._exchanges[request.session]
             raise
@@ -90,11 +101,11 @@ class LocalClient:
         """Deliver nothing more of a session."""
         self._exchanges.pop(session_id, None)
 
-    def cancel(self, session_id: str) -> None:
+    def cancel(self, peer_id: str, session_id: str) -> None:
         """Have the nodes stop; what still comes of the session is nobody's."""
         self.forget(session_id)
         if session_id in self.server.router.sessions:
-            self.server.from_local(self._peer, Cancel(session=session_id))
+            self.server.from_local(peer_id, Cancel(session=session_id))
 
     def _deliver(self, item: Message | bytes) -> None:
         message = decode(item) if isinstance(item, bytes) else item
@@ -115,8 +126,10 @@ class Exchange:
     sessions that run are cancelled, each once.
     """
 
-    def __init__(self, client: LocalClient, requests: Sequence[OpenSession | Tokenize]) -> None:
+    def __init__(self, client: LocalClient, requests: Sequence[OpenSession | Tokenize], credential: Credential) -> None:
         self._client = client
+        self._credential = credential
+        self._peer = ""
         self._requests = requests
         self._queue: asyncio.Queue[tuple[int, Answer | RequestFailed, int]] = asyncio.Queue()
         self._queued_bytes = 0
@@ -132,12 +145,17 @@ class Exchange:
 
         Raises:
             FrameTooLarge, ProtocolError: one cannot be sent; the others are cancelled.
+            RequestFailed: the relay is shutting down.
         """
+        try:
+            self._peer = self._client.peer(self._credential)
+        except Refused as exc:
+            raise RequestFailed("draining", str(exc)) from exc
         self.opened_at = asyncio.get_running_loop().time()
         try:
             for index, request in enumerate(self._requests):
                 self._running[request.session] = index
-                self._client.open(request, self)
+                self._client.open(self._peer, request, self)
                 self.model = self._client.pairing(request.session).model
         except BaseException:
             self.close()
@@ -196,7 +214,7 @@ class Exchange:
         """Cancel what still runs. A second time does nothing."""
         running, self._running = self._running, {}
         for session_id in running:
-            self._client.cancel(session_id)
+            self._client.cancel(self._peer, session_id)
 
     def _end(self, session_id: str) -> None:
         del self._running[session_id]

@@ -5,22 +5,30 @@
             ...
 
 Several streams may run at a time on one client. Close a generator early (`contextlib.aclosing`) to cancel its request.
+
+When the link breaks, the client dials again with growing, jittered pauses and each stream goes on where it stopped: by
+its position, if the relay still has the session; else, as after a restart of the relay, by opening it anew behind the
+tokens that it has, at a verify node with the same target. Every token comes once either way. What cannot be recovered
+within `recover_s` ends with an error, and the caller keeps what it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 
 from relay.errors import RequestFailed
-from wire.aio.link import CLOSE_TIMEOUT_S, Link, dial
+from relay.stream import Delta, Event, Finished, Stream, new_key
+from wire.aio.dialer import Backoff
+from wire.aio.link import Link, dial
+from wire.aio.sockets import CLOSE_TIMEOUT_S
 from wire.codec import decode, encode
-from wire.errors import LinkLost, ProtocolError, WireError
+from wire.errors import LinkLost, ProtocolError, QueueFull, WireError
 from wire.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -28,104 +36,21 @@ from wire.messages import (
     Done,
     Error,
     Hello,
+    Message,
     OpenSession,
+    Serving,
     TextDelta,
-    TokenLogprob,
 )
 from wire.sampling import Sampling
 
+__all__ = ["Delta", "Event", "Finished", "StreamClient"]
+
 log = logging.getLogger(__name__)
-MAX_QUEUED_EVENTS = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Newly committed tokens; `start` is the position of the first, counted from the start of the answer."""
-
-    text: str
-    tokens: tuple[int, ...]
-    start: int
-    sources: tuple[str, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """The end of a stream.
-
-    Attributes:
-        finish_reason: "stop", "length" or "cancelled".
-        report: the verify node's figures of the session.
-        time_to_first_token_s: from the request to the first delta with text.
-        tokens_per_s: tokens over the time from the request to the last of them.
-        time_per_output_token_s: from the first delta to the last, for each token but one.
-        num_chunks: deltas received.
-    """
-
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    report: dict[str, float]
-    time_to_first_token_s: float
-    tokens_per_s: float
-    time_per_output_token_s: float
-    num_chunks: int
-
-
-Event = Delta | Finished
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One request under way. `events` is bounded: see `StreamClient._on_frame`."""
-
-    session: str
-    sent_at: float
-    events: asyncio.Queue[TextDelta | Done | WireError] = field(
-        default_factory=lambda: asyncio.Queue(MAX_QUEUED_EVENTS)
-    )
-    cancelled: bool = False
-    num_tokens: int = 0
-    num_chunks: int = 0
-    first_at: float | None = None
-    first_text_at: float | None = None
-    last_at: float = 0.0
-
-    def take(self, delta: TextDelta, now: float) -> Delta | None:
-        """Count a delta; None for one that was there already.
-
-        Raises:
-            RequestFailed: tokens are missing before it.
-        """
-        if delta.start + len(delta.tokens) <= self.num_tokens and (delta.tokens or delta.start < self.num_tokens):
-            return None
-        if delta.start != self.num_tokens:
-            text = f"tokens from {delta.start} came when {self.num_tokens} was due"
-            raise RequestFailed("gap", text)
-        self.num_tokens += len(delta.tokens)
-        self.num_chunks += 1
-        self.last_at = now
-        if self.first_at is None:
-            self.first_at = now
-        if self.first_text_at is None and delta.text:
-            self.first_text_at = now
-        return Delta(delta.text, delta.tokens, delta.start, delta.sources, delta.logprobs)
-
-    def finish(self, done: Done, now: float) -> Finished:
-        """The closing record."""
-        last_at = self.last_at if self.num_tokens else now
-        first_at = self.first_at if self.first_at is not None else now
-        first_text_at = self.first_text_at if self.first_text_at is not None else first_at
-        return Finished(
-            finish_reason=done.finish_reason,
-            prompt_tokens=done.prompt_tokens,
-            completion_tokens=done.completion_tokens,
-            report=done.report,
-            time_to_first_token_s=first_text_at - self.sent_at,
-            tokens_per_s=self.num_tokens / (last_at - self.sent_at) if last_at > self.sent_at else 0.0,
-            time_per_output_token_s=(last_at - first_at) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0,
-            num_chunks=self.num_chunks,
-        )
+_REOPEN = ("unknown_session", "resume_gone")
+_RETRY = ("no_verify_node", "draining", "overloaded")
+"""What a relay or its nodes may say shortly after a restart, and not much later."""
 
 
 class StreamClient:
@@ -134,6 +59,8 @@ class StreamClient:
     Args:
         url: ws://HOST:PORT or wss://HOST:PORT.
         proxy: none of the environment's proxies is used unless one is named here.
+        recover_s: how long to try when the link breaks; 0 to fail at once.
+        backoff, rng: the pauses between attempts.
     """
 
     def __init__(
@@ -145,6 +72,9 @@ class StreamClient:
         open_timeout_s: float = 10.0,
         ssl_context: ssl.SSLContext | None = None,
         proxy: str | None = None,
+        recover_s: float = 30.0,
+        backoff: Backoff | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._url = url
         self._secret = secret
@@ -152,9 +82,14 @@ class StreamClient:
         self._open_timeout_s = open_timeout_s
         self._ssl_context = ssl_context
         self._proxy = proxy
-        self._streams: dict[str, _Stream] = {}
+        self._recover_s = recover_s
+        self._backoff = backoff or Backoff(most_s=5.0)
+        self._rng = rng or random.Random()
+        self._streams: dict[str, Stream] = {}
         self._link: Link | None = None
+        self._linked = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
+        self._closing = False
         self._lost: WireError | None = None
 
     async def __aenter__(self) -> StreamClient:
@@ -164,31 +99,28 @@ class StreamClient:
             Refused, VersionMismatch: the relay turned us away.
             LinkLost: no relay answers.
         """
-        self._link = await dial(
-            self._url,
-            secret=self._secret,
-            hello=self._hello,
-            open_timeout_s=self._open_timeout_s,
-            ssl_context=self._ssl_context,
-            proxy=self._proxy,
-        )
+        self._link = await self._dial(self._open_timeout_s)
+        self._linked.set()
         self._runner = asyncio.create_task(self._run(self._link), name="client link")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._link is not None, "entered before"
-        assert self._runner is not None
-        for session in list(self._streams):
-            self.cancel(session)
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._link.flush()
-        except TimeoutError:
-            log.debug("the relay does not read our last frames")
-        await self._link.close()
-        await self._runner
+        assert self._runner is not None, "entered before"
+        self._closing = True
+        for stream in list(self._streams.values()):
+            self._cancel(stream)
+        if self._link is None:
+            self._runner.cancel()
+        else:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._link.flush()
+            except TimeoutError:
+                log.debug("the relay does not read our last frames")
+            await self._link.close()
+        await asyncio.wait([self._runner])
 
     async def stream(
         self,
@@ -228,59 +160,126 @@ class StreamClient:
             logprobs=logprobs,
             speculate=speculate,
             ignore_eos=ignore_eos,
+            resume_key=new_key() if self._recover_s > 0 else "",
         )
         frame = encode(request)
-        if self._link is None or self._lost is not None:
-            raise LinkLost(str(self._lost or "the client is not connected")) from self._lost
-        if request.session in self._streams:
-            raise RequestFailed("bad_session", f"session {request.session} is in use")
         loop = asyncio.get_running_loop()
-        stream = _Stream(request.session, loop.time())
+        stream = Stream(request.session, request, loop.time())
+        while self._link is None:
+            if self._lost is not None or self._runner is None:
+                raise LinkLost(str(self._lost or "the client is not connected")) from self._lost
+            await self._linked.wait()
+        if self._find(request.session) is not None:
+            raise RequestFailed("bad_session", f"session {request.session} is in use")
         self._link.send(frame)
         self._streams[stream.session] = stream
         ended = False
         try:
             while True:
-                event = await stream.events.get()
-                now = loop.time()
-                match event:
-                    case TextDelta():
-                        delta = stream.take(event, now)
-                        if delta is not None:
-                            yield delta
-                    case Done():
+                match await stream.events.get():
+                    case Delta() as delta:
+                        yield delta
+                    case Done() as done:
                         ended = True
-                        yield stream.finish(event, now)
+                        yield stream.finish(done, loop.time())
                         return
-                    case _:
-                        ended = not isinstance(event, RequestFailed) or event.code != "slow_reader"
-                        raise event
+                    case error:
+                        ended = not isinstance(error, RequestFailed) or error.code not in ("slow_reader", "gap")
+                        raise error
         finally:
             if not ended:
-                self.cancel(stream.session)
+                self._cancel(stream)
             self._streams.pop(stream.session, None)
 
     def cancel(self, session: str) -> None:
         """Cancel a request; its stream ends with a `Finished` that says so. Once is enough, twice does no harm."""
-        stream = self._streams.get(session)
-        if stream is None or stream.cancelled or self._lost is not None or self._link is None:
+        stream = self._find(session)
+        if stream is not None:
+            self._cancel(stream)
+
+    def _cancel(self, stream: Stream) -> None:
+        if not stream.cancelled:
+            stream.cancelled = True
+            self._send(Cancel(session=stream.session))
+
+    def _find(self, name: str) -> Stream | None:
+        return next((stream for stream in self._streams.values() if stream.name == name), None)
+
+    def _send(self, message: Message) -> None:
+        """Send, if there is a link; if it breaks, all is said again over the next."""
+        if self._link is None:
             return
-        stream.cancelled = True
         try:
-            self._link.send(Cancel(session=session))
+            self._link.send(message)
         except WireError as exc:
-            log.warning("session %s: the cancel could not be sent: %s", session, exc)
+            log.warning("> %s could not be sent: %s", message.type, exc)
+
+    async def _dial(self, open_timeout_s: float) -> Link:
+        return await dial(
+            self._url,
+            secret=self._secret,
+            hello=self._hello,
+            open_timeout_s=open_timeout_s,
+            ssl_context=self._ssl_context,
+            proxy=self._proxy,
+        )
 
     async def _run(self, link: Link) -> None:
-        """Carry frames until the link ends, then tell all streams why."""
+        """Carry frames, over one link after the other, until there is none to be had; then tell all streams why."""
+        loop = asyncio.get_running_loop()
+        while True:
+            since = loop.time()
+            lost, final = await self._carry(link)
+            self._link = None
+            self._linked.clear()
+            if final or self._closing or self._recover_s <= 0:
+                break
+            self._backoff.on_link_ended(loop.time() - since)
+            for stream in self._streams.values():
+                stream.lost_at = loop.time()
+            again = await self._dial_again(lost)
+            if isinstance(again, WireError):
+                lost = again
+                break
+            self._link = link = again
+            for stream in list(self._streams.values()):
+                self._send(stream.resume())
+                if stream.cancelled:
+                    self._send(Cancel(session=stream.session))
+            self._linked.set()
+        self._lost = lost
+        self._linked.set()
+        for stream in self._streams.values():
+            stream.deliver(lost)
+
+    async def _carry(self, link: Link) -> tuple[WireError, bool]:
+        """Run one link; why it ended, and whether another would do no better."""
+        lost: WireError = LinkLost("the link ended")
+        final = False
         try:
             await link.run(self._on_frame)
-        except LinkLost as exc:
-            self._lost = exc
+        except (LinkLost, QueueFull) as exc:
+            lost = LinkLost(str(exc))
         except WireError as exc:
-            self._lost = LinkLost(f"the relay broke the protocol: {exc}")
-        for stream in self._streams.values():
-            self._deliver(stream, self._lost or LinkLost("the link ended"))
+            lost, final = LinkLost(f"the relay broke the protocol: {exc}"), True
+        await link.close()
+        return lost, final
+
+    async def _dial_again(self, lost: WireError) -> Link | WireError:
+        """The next link, or why there is none."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._recover_s
+        while loop.time() < until:
+            pause_s = self._backoff.pause_s(self._rng)
+            log.warning("< %s; next attempt in %.1f s", lost, pause_s)
+            await asyncio.sleep(min(pause_s, until - loop.time()))
+            try:
+                return await self._dial(max(0.1, min(self._open_timeout_s, until - loop.time())))
+            except LinkLost as exc:
+                lost = exc
+            except WireError as exc:
+                return exc
+        return LinkLost(f"{lost}; tried for {self._recover_s:g} s")
 
     def _on_frame(self, kind: str, session: str | None, frame: bytes, now: float) -> None:
         stream = self._streams.get(session or "")
@@ -292,22 +291,45 @@ class StreamClient:
         try:
             message = decode(frame)
         except ProtocolError as exc:
-            self._deliver(stream, RequestFailed("malformed", f"the relay sent what cannot be read: {exc}"))
+            stream.deliver(RequestFailed("malformed", f"the relay sent what cannot be read: {exc}"))
             return
         match message:
-            case TextDelta() | Done():
-                self._deliver(stream, message)
+            case TextDelta():
+                stream.take(message, now)
+            case Done():
+                stream.deliver(message)
+            case Serving():
+                stream.target = message.target
+                stream.lost_at = None
             case Error():
-                self._deliver(stream, RequestFailed(message.code, message.message))
+                self._on_error(stream, message, now)
 
-    @staticmethod
-    def _deliver(stream: _Stream, event: TextDelta | Done | WireError) -> None:
-        """Queue an event. A caller that does not read loses the stream, not single tokens of it."""
-        if stream.events.full():
-            while not stream.events.empty():
-                stream.events.get_nowait()
-            event = RequestFailed("slow_reader", f"{MAX_QUEUED_EVENTS} events were waiting to be read")
-        stream.events.put_nowait(event)
+    def _on_error(self, stream: Stream, error: Error, now: float) -> None:
+        """A stream that was interrupted is opened anew; any other error is the caller's."""
+        if stream.lost_at is None or error.code not in (*_REOPEN, *_RETRY):
+            stream.deliver(RequestFailed(error.code, error.message))
+        elif stream.cancelled:
+            num_tokens = len(stream.tokens)
+            stream.deliver(
+                Done(session=stream.session, finish_reason="cancelled", prompt_tokens=0, completion_tokens=num_tokens)
+            )
+        elif error.code in _REOPEN:
+            self._reopen(stream)
+        elif now - stream.lost_at > self._recover_s:
+            stream.deliver(RequestFailed(error.code, f"{error.message}; tried for {self._recover_s:g} s"))
+        else:
+            asyncio.get_running_loop().call_later(self._rng.uniform(0.2, 0.4), self._reopen, stream)
+
+    def _reopen(self, stream: Stream) -> None:
+        if self._streams.get(stream.session) is not stream or self._link is None:
+            return
+        del self._streams[stream.session]
+        request = stream.reopen()
+        self._streams[stream.session] = stream
+        try:
+            self._link.send(request)
+        except WireError as exc:
+            stream.deliver(exc)
 
 
 def _turn(turn: tuple[str, str] | ChatMessage) -> ChatMessage:

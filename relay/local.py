@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from relay.limits import Pace
 from wire.messages import Message
 
 FrameTap = Callable[[str, str | None, bytes, float], None]
@@ -20,13 +21,18 @@ class LocalLink:
     """
 
     rtt_s: float | None = 0.0
+    num_queued = queued_bytes = 0
 
     def __init__(self, deliver: Callable[[Message | bytes], None], on_closed: Callable[[str], None]) -> None:
+        self.pace: Pace | None = None
+        self.num_read = self.num_written = self.bytes_read = self.bytes_written = 0
         self._deliver = deliver
         self._on_closed = on_closed
 
     def send(self, message: Message | bytes, *, now: float | None = None) -> None:
         """As `Link.send`; nothing waits here, so it is never full."""
+        self.num_written += 1
+        self.bytes_written += len(message) if isinstance(message, bytes) else 0
         self._deliver(message)
 
     async def flush(self) -> None:

@@ -6,23 +6,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relay.fit import misfit
+from relay.kept import KeptAnswer
 from wire.messages import Hello, ModelIdentity
+
+MAX_SESSIONS_PER_CLIENT = 256
+UNKNOWN_RTT_S = 0.2
+"""Taken for a peer whose round trip has not been measured yet."""
+LOAD_COST_S = 0.1
+"""What a node's load adds to its round trip when nodes are compared: a full one counts as 100 ms farther away."""
+QUEUE_COST_S = 10.0
+"""What each capacity's worth of sessions beyond a verify node's slots adds: they wait for whole answers."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """A client or node that has been let in. `sessions` is an ordered set."""
+    """A client or node that has been let in.
+
+    Attributes:
+        group: peers with one credential have their sessions counted together.
+        rtt_s: measured round trip to it, None before the first.
+        sessions: an ordered set.
+    """
 
     id: str
     hello: Hello
+    group: str = ""
+    max_sessions: int = MAX_SESSIONS_PER_CLIENT
     draining: bool = False
     num_malformed: int = 0
+    rtt_s: float | None = None
     sessions: dict[str, None] = field(default_factory=dict)
 
     @property
     def load(self) -> float:
         """Sessions relative to capacity."""
         return len(self.sessions) / self.hello.capacity
+
+    @property
+    def cost_s(self) -> float:
+        """How much one more session would rather be elsewhere: round trip, load, and the line behind a full node."""
+        rtt_s = self.rtt_s if self.rtt_s is not None else UNKNOWN_RTT_S
+        # A session more: of two empty nodes the larger is left emptier.
+        load = (len(self.sessions) + 1) / self.hello.capacity
+        return rtt_s + LOAD_COST_S * load + QUEUE_COST_S * max(0.0, load - 1)
 
     @property
     def has_room(self) -> bool:
@@ -44,40 +70,59 @@ class Session:
     """Who serves one session; peers are named by id.
 
     Attributes:
+        client: None while it is away.
+        verify: None while a replacement is waited for, and when the answer is complete.
+        target: the model that serves; a replacement must have its fingerprint.
+        kept: what a replacement and a client that was away need; None if that would take too much memory.
+        last: the frame that ended the session, for a client that is away.
         epoch: counts its pairings with a draft node.
         refused: draft nodes that failed it.
+        lost: how it lost its verify node, in words.
     """
 
     id: str
-    client: str
-    verify: str
+    client: str | None
+    verify: str | None
     speculate: bool
     opened_at: float
+    target: ModelIdentity
+    kept: KeptAnswer | None = None
+    resume_key: str = ""
+    last: bytes | None = None
     draft: str | None = None
     epoch: int = 0
     refused: set[str] = field(default_factory=set)
+    lost: str = ""
 
 
-def choose_verify(model: str, nodes: Sequence[Peer]) -> tuple[Peer | None, str]:
-    """The verify node with the least load that serves `model` ("" for any), or None and why there is none."""
+def choose_verify(model: str, fingerprint: str, nodes: Sequence[Peer]) -> tuple[Peer | None, str]:
+    """The verify node that costs least, or None and why there is none.
+
+    Args:
+        model: name asked for, "" for any.
+        fingerprint: of the model that began the answer, "" for a new one.
+    """
     serving = [node for node in nodes if model in ("", node.model.name)]
-    ready = [node for node in serving if not node.draining]
+    same = [node for node in serving if fingerprint in ("", node.model.fingerprint)]
+    ready = [node for node in same if not node.draining]
     if ready:
-        return min(ready, key=lambda node: node.load), ""
-    if serving:
+        return min(ready, key=lambda node: node.cost_s), ""
+    if same:
         return None, f"every verify node for {model or 'any model'} is draining"
     names = ", ".join(sorted({node.model.name for node in nodes})) or "none"
+    if serving:
+        return None, f"no verify node serves the very model that began this answer; connected models: {names}"
     return None, f"no verify node serves {model or 'any model'}; connected models: {names}"
 
 
-def choose_draft(session: Session, target: ModelIdentity, nodes: Sequence[Peer]) -> Peer | None:
-    """The draft node with the least load that fits the target, has room and has not failed this session."""
+def choose_draft(session: Session, nodes: Sequence[Peer]) -> Peer | None:
+    """The draft node that costs least among those that fit, have room and have not failed this session."""
     ready = [
         node
         for node in nodes
-        if node.has_room and node.id not in session.refused and misfit(node.model, target) is None
+        if node.has_room and node.id not in session.refused and misfit(node.model, session.target) is None
     ]
-    return min(ready, key=lambda node: node.load, default=None)
+    return min(ready, key=lambda node: node.cost_s, default=None)
 
 
 def fits_none(draft: Peer, verify_nodes: Sequence[Peer]) -> str | None:

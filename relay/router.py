@@ -1,33 +1,37 @@
 """Which frame goes to whom: the relay's decisions, without IO.
 
-The shell reports peers and frames and performs the actions that come back. Frames are routed by type and session as
-opaque bytes; only what is rare (OpenSession, Cancel, Error) is decoded.
+The shell reports peers, frames and the time, and performs the actions that come back. Frames are routed by type and
+session as opaque bytes; only what is rare (OpenSession, Resume, Cancel, Error, Draining) is decoded.
 
     from     type                   goes to                     and
     ------   --------------------   -------------------------   --------------------------------------------------
     client   OpenSession            a verify node               the session begins; a draft node is paired if one fits
-    client   Tokenize               a verify node               likewise, without a draft node
+    client   Resume                 -                           the client gets what was committed meanwhile
+    client   Tokenize               a verify node               a session of its own, without a draft node
     client   Cancel                 the session's verify node   the session ends with the Done that answers it
-    verify   TextDelta              the session's client
+    verify   TextDelta              the session's client        it is kept
     verify   Done, Tokenized, Error the session's client        the session ends
     verify   Error "malformed"      the session's draft node    it is not listened to again; another is paired
+    verify   Error "draining"       -                           another verify node takes the session
     verify   Prefix, Acceptance     the session's draft node
     draft    Candidates, Resync     the session's verify node
     draft    Error                  the session's verify node   the draft node is out; another is paired
-    any      Draining               -                           the sender gets no new session
+    any      Draining               -                           the sender gets no new session; its own move away
 
 A session without a draft node goes on (the target alone) and is paired as soon as one that fits has room. A session
-without its verify node or its client is over. A peer that is closed here is forgotten at once.
+whose verify node is gone is handed to another one with the same model, behind the tokens committed so far; if none is
+there it waits `takeover_wait_s`, then its client is told "verify_lost". A session with a resume key whose client is
+gone goes on for `keep_s`, any other ends. A peer that is closed here is forgotten at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import hmac
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 
-from relay.pairing import Peer, Session, choose_draft, choose_verify, fits_none
+from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
+from relay.books import CLIENT_DUE, KEEP_S, MAX_KEPT_BYTES, MAX_REASON_CHARS, MOVE_DUE, TAKEOVER_WAIT_S, Books
+from relay.pairing import MAX_SESSIONS_PER_CLIENT, Peer, Session, choose_draft, choose_verify, fits_none
 from wire.codec import decode, peek
 from wire.connection import version_mismatch
 from wire.errors import ProtocolError
@@ -37,131 +41,129 @@ from wire.messages import (
     Draining,
     Error,
     Hello,
-    Message,
     OpenSession,
-    Paired,
     PeerGone,
     Release,
+    Resume,
     Tokenize,
 )
 
+__all__ = ["Action", "ClosePeer", "DropReason", "Forward", "Router", "Send", "SessionEnded", "SessionMoved"]
+
 MALFORMED_LIMIT = 20
-MAX_SESSIONS_PER_CLIENT = 256
-MAX_REASON_CHARS = 1000
+MOVE_BEFORE_S = 5.0
+"""A draining verify node's sessions move so long before it goes; those that end earlier need not."""
 DRAFT_FAULT = "malformed"
 """The code of a verify node's Error that is about the draft node's candidates; the answer itself goes on."""
 
 
-class DropReason(Enum):
-    """Why a frame went no further, or a peer had to go."""
-
-    MALFORMED = "malformed"
-    WRONG_ROLE = "wrong_role"
-    BAD_REQUEST = "bad_request"
-    UNKNOWN_SESSION = "unknown_session"
-    NOT_PAIRED = "not_paired"
-    NO_DRAFT_NODE = "no_draft_node"
-    NO_VERIFY_NODE = "no_verify_node"
-    OVERLOADED = "overloaded"
-    DRAINING = "draining"
-    UNKNOWN_PEER = "unknown_peer"
-    SLOW_CONSUMER = "slow_consumer"
-    NOT_ABOUT_A_SESSION = "not_about_a_session"
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send the relay's own message."""
-
-    peer: str
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Pass a frame on as it came."""
-
-    peer: str
-    frame: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ClosePeer:
-    """Tell the peer why (an Error with this code) and close its link; the router has forgotten it already."""
-
-    peer: str
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SessionEnded:
-    """A session is over, for the log and the trace."""
-
-    session: str
-    reason: str
-    duration_s: float
-
-
-Action = Send | Forward | ClosePeer | SessionEnded
-
-
-class Router:
+class Router(Books):
     """Decides for all peers and sessions of one relay.
 
     Args:
         malformed_limit: a peer is closed with its frame number `malformed_limit` that no correct peer sends.
     """
 
-    def __init__(self, *, malformed_limit: int = MALFORMED_LIMIT) -> None:
+    def __init__(
+        self,
+        *,
+        malformed_limit: int = MALFORMED_LIMIT,
+        keep_s: float = KEEP_S,
+        takeover_wait_s: float = TAKEOVER_WAIT_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        super().__init__(keep_s=keep_s, takeover_wait_s=takeover_wait_s, max_kept_bytes=max_kept_bytes)
         self.malformed_limit = malformed_limit
-        self.peers: dict[str, Peer] = {}
-        self.sessions: dict[str, Session] = {}
-        self.drops: Counter[DropReason] = Counter()
         self.draining = False
 
-    def on_hello(self, peer_id: str, hello: Hello, now: float) -> list[Action]:
-        """A peer has introduced itself. It is in, unless a ClosePeer for it comes back."""
+    def on_hello(
+        self,
+        peer_id: str,
+        hello: Hello,
+        now: float,
+        *,
+        group: str = "",
+        max_sessions: int = MAX_SESSIONS_PER_CLIENT,
+    ) -> list[Action]:
+        """A peer has introduced itself. It is in, unless a ClosePeer for it comes back.
+
+        Args:
+            group, max_sessions: sessions of all clients of one group are held to this limit together; "" is no group.
+        """
         if peer_id in self.peers:
             raise ValueError(f"peer {peer_id} is connected already")
-        peer = Peer(peer_id, hello)
+        peer = Peer(peer_id, hello, group or peer_id, max_sessions)
         if hello.protocol != PROTOCOL_VERSION:
             return [ClosePeer(peer_id, "version", version_mismatch(hello, self.serving())[:MAX_REASON_CHARS])]
         if self.draining:
             self.drops[DropReason.DRAINING] += 1
             return [ClosePeer(peer_id, "draining", "the relay is shutting down")]
         if hello.role == "draft":
-            reason = fits_none(peer, self._nodes("verify"))
+            reason = fits_none(peer, self.nodes("verify"))
             if reason is not None:
                 return [ClosePeer(peer_id, "mismatch", reason[:MAX_REASON_CHARS])]
         self.peers[peer_id] = peer
         actions: list[Action] = []
         if hello.role == "verify":
-            for draft in self._nodes("draft"):
-                reason = fits_none(draft, self._nodes("verify"))
+            for draft in self.nodes("draft"):
+                reason = fits_none(draft, self.nodes("verify"))
                 if reason is not None:
                     actions += self.expel(draft.id, "mismatch", reason, now)
+            for session in self.sessions.values():
+                if session.verify is None and session.last is None:
+                    actions += self._take_over(session, now)
         return actions + self._pair_waiting()
 
-    def on_gone(self, peer_id: str, now: float, reason: str = "link lost") -> list[Action]:
-        """A peer's link is gone; nothing happens if the peer was closed from here."""
+    def on_gone(self, peer_id: str, now: float, reason: str = "link lost", *, final: bool = False) -> list[Action]:
+        """A peer's link is gone; nothing happens if the peer was closed from here.
+
+        Args:
+            final: it will not come back for its sessions.
+        """
         peer = self.peers.pop(peer_id, None)
         if peer is None:
             return []
+        self.deadlines.pop((peer_id, MOVE_DUE), None)
         text = f"{peer} was lost: {reason}"[:MAX_REASON_CHARS]
         actions: list[Action] = []
         for session in [self.sessions[session_id] for session_id in peer.sessions]:
             match peer.hello.role:
+                case "client" if session.resume_key and session.kept is not None and not final:
+                    session.client = None
+                    self.deadlines[session.id, CLIENT_DUE] = now + self.keep_s
                 case "client":
-                    actions.append(Send(session.verify, Cancel(session=session.id, reason="client gone")))
-                    actions += self._end(session, "client gone", now)
+                    actions += self._abandon(session, "client gone", now)
                 case "verify":
-                    actions.append(Send(session.client, Error(session=session.id, code="verify_lost", message=text)))
-                    actions += self._end(session, "verify node lost", now)
+                    session.lost = text
+                    actions += self._leave_nodes(session, "verify node lost")
+                    actions += self._take_over(session, now)
                 case _:
                     session.draft = None
+                    assert session.verify is not None, "who has no verify node has no draft node"
                     actions.append(Send(session.verify, PeerGone(session=session.id, role="draft", reason=text)))
         return actions + self._pair_waiting()
+
+    def next_timer(self) -> float | None:
+        """When `on_timer` wants to be called; None for not at all."""
+        return min(self.deadlines.values(), default=None)
+
+    def on_timer(self, now: float) -> list[Action]:
+        """End what nobody came back for, give up what nobody took over, move what must move."""
+        actions: list[Action] = []
+        for name, due in [key for key, at in self.deadlines.items() if at <= now]:
+            if self.deadlines.pop((name, due), None) is None:
+                continue
+            if due == MOVE_DUE:
+                actions += self._move_away(self.peers[name], now)
+                continue
+            session = self.sessions[name]
+            if due == CLIENT_DUE:
+                self.drops[DropReason.CLIENT_AWAY] += 1
+                actions += self._abandon(session, f"its client was away for {self.keep_s:g} s", now)
+            else:
+                session.lost += f"; no other node came within {self.takeover_wait_s:g} s"
+                actions += self._give_up(session, now)
+        return actions + self._pair_waiting() if actions else actions
 
     def on_drain(self, grace_s: float, reason: str) -> list[Action]:
         """The relay itself goes: no new peers and sessions; everybody is told."""
@@ -181,21 +183,21 @@ class Router:
         peer = self.peers.get(peer_id)
         if peer is None:
             return self._drop(DropReason.UNKNOWN_PEER)
-        if kind == Draining.type:
-            peer.draining = True
-            return []
-        if kind == Error.type and session_id is None:
-            return self._drop(DropReason.NOT_ABOUT_A_SESSION)
         handler = _HANDLERS.get((peer.hello.role, kind))
-        if handler is None:
-            text = f"{kind} is not for a {peer.hello.role} to send"
-            return self._malformed(peer, DropReason.WRONG_ROLE, "not_allowed", text, now)
         try:
             if session_id is None:
-                raise ProtocolError(f"{kind} needs a session")
-            return handler(self, peer, session_id, frame, now)
+                if kind == Draining.type:
+                    return self._draining(peer, frame, now)
+                if kind == Error.type:
+                    return self._drop(DropReason.NOT_ABOUT_A_SESSION)
+                if handler is not None:
+                    raise ProtocolError(f"{kind} needs a session")
+            elif handler is not None:
+                return handler(self, peer, session_id, frame, now)
         except ProtocolError as exc:
             return self.on_malformed(peer_id, str(exc), now)
+        text = f"{kind} is not for a {peer.hello.role} to send"
+        return self._malformed(peer, DropReason.WRONG_ROLE, "not_allowed", text, now)
 
     def on_malformed(self, peer_id: str, reason: str, now: float) -> list[Action]:
         """A peer sent what no correct peer sends; only that peer is told, and closed when it does not stop."""
@@ -209,7 +211,8 @@ class Router:
         if peer_id not in self.peers:
             return []
         reason = reason[:MAX_REASON_CHARS]
-        return [ClosePeer(peer_id, code, reason), *self.on_gone(peer_id, now, reason)]
+        final = code != "slow_consumer"
+        return [ClosePeer(peer_id, code, reason), *self.on_gone(peer_id, now, reason, final=final)]
 
     def serving(self) -> str:
         """The connected nodes and their models, in words."""
@@ -227,17 +230,40 @@ class Router:
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_session", text)
         if self.draining:
             return self._fail(client, session_id, DropReason.DRAINING, "draining", "the relay is shutting down")
-        if len(client.sessions) >= MAX_SESSIONS_PER_CLIENT:
-            text = f"{len(client.sessions)} sessions are open on this link, the limit is {MAX_SESSIONS_PER_CLIENT}"
+        num_open = sum(len(peer.sessions) for peer in self.nodes("client") if peer.group == client.group)
+        if num_open >= client.max_sessions:
+            text = f"{num_open} sessions are open already, the limit is {client.max_sessions}"
             return self._fail(client, session_id, DropReason.OVERLOADED, "overloaded", text)
-        verify, why_not = choose_verify(request.model, self._nodes("verify"))
+        fingerprint = request.target if isinstance(request, OpenSession) else ""
+        verify, why_not = choose_verify(request.model, fingerprint, self.nodes("verify"))
         if verify is None:
             return self._fail(client, session_id, DropReason.NO_VERIFY_NODE, "no_verify_node", why_not)
-        speculate = isinstance(request, OpenSession) and request.speculate
-        session = Session(session_id, client.id, verify.id, speculate, now)
-        self.sessions[session_id] = session
-        client.sessions[session_id] = verify.sessions[session_id] = None
-        return [Forward(verify.id, frame), *self._pair(session)]
+        return self._begin(client, request, frame, verify, now)
+
+    def _resume(self, client: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
+        resume = decode(frame)
+        assert isinstance(resume, Resume), "peek and decode agree on the type"
+        session = self.sessions.get(session_id)
+        known = session is not None and hmac.compare_digest(session.resume_key.encode(), resume.key.encode())
+        if session is None or not known:
+            text = f"session {session_id} is not known here with this key; it may have ended"
+            return self._fail(client, session_id, DropReason.UNKNOWN_SESSION, "unknown_session", text)
+        missed = session.kept.since(resume.position) if session.kept is not None else None
+        if missed is None:
+            text = f"what session {session_id} committed from {resume.position} on is not kept any more"
+            failed = self._fail(client, session_id, DropReason.RESUME_GONE, "resume_gone", text)
+            return [*self._abandon(session, "its client was away for too long", now), *failed]
+        # The old link may still be there, half open: the key decides whose session it is.
+        if session.client in self.peers:
+            del self.peers[session.client].sessions[session_id]
+        session.client = client.id
+        client.sessions[session_id] = None
+        self.deadlines.pop((session_id, CLIENT_DUE), None)
+        self.num_resumed += 1
+        actions: list[Action] = [Forward(client.id, part) for part in missed]
+        if session.last is None:
+            return actions
+        return [*actions, Forward(client.id, session.last), *self._end(session, "done", now)]
 
     def _cancel(self, client: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self.sessions.get(session_id)
@@ -246,18 +272,52 @@ class Router:
             return self._fail(client, session_id, DropReason.UNKNOWN_SESSION, "unknown_session", text)
         cancel = decode(frame)
         assert isinstance(cancel, Cancel), "peek and decode agree on the type"
+        if session.verify is None:
+            return self._cancelled(session, now)
         # The verify node acts on the reason ("client gone": answer nobody), so it is not for a client to choose.
         return [Send(session.verify, Cancel(session=session_id, reason="cancelled by the client"))]
 
+    def _draining(self, peer: Peer, frame: bytes, now: float) -> list[Action]:
+        """The peer gets no new session. Another draft node takes its sessions at once; of a verify node's, those that
+        do not end in time."""
+        draining = decode(frame)
+        assert isinstance(draining, Draining), "peek and decode agree on the type"
+        peer.draining = True
+        if peer.hello.role == "verify":
+            self.deadlines[peer.id, MOVE_DUE] = now + max(0.0, draining.grace_s - MOVE_BEFORE_S)
+        if peer.hello.role != "draft":
+            return []
+        actions: list[Action] = []
+        for session in [self.sessions[session_id] for session_id in peer.sessions]:
+            if choose_draft(session, self.nodes("draft")) is not None:
+                released = Release(session=session.id, reason="the draft node is draining")
+                actions += [Send(self._unpair(session), released), *self._pair(session)]
+        return actions
+
+    def _move_away(self, verify: Peer, now: float) -> list[Action]:
+        """Hand a draining node's sessions to others; where there is none, they stay as long as it does."""
+        actions: list[Action] = []
+        for session in [self.sessions[session_id] for session_id in verify.sessions]:
+            other, _ = choose_verify("", session.target.fingerprint, self.nodes("verify"))
+            if other is not None and session.kept is not None:
+                actions.append(Send(verify.id, Cancel(session=session.id, reason="moved to another node")))
+                actions += self._move(session, f"{verify} is draining", now)
+        return actions
+
     def _to_client(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(verify, session_id)
-        return [Forward(session.client, frame)] if session else []
+        if session is None:
+            return []
+        self._keep(session, frame)
+        if session.client is not None:
+            return [Forward(session.client, frame)]
+        return self._abandon(session, "its answer is not kept any more", now) if session.kept is None else []
 
     def _done(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(verify, session_id)
         if session is None:
             return []
-        return [Forward(session.client, frame), *self._end(session, "done", now), *self._pair_waiting()]
+        return [*self._finish(session, frame, "done", now), *self._pair_waiting()]
 
     def _verify_error(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(verify, session_id)
@@ -265,8 +325,11 @@ class Router:
             return []
         error = decode(frame)
         assert isinstance(error, Error), "peek and decode agree on the type"
+        if error.code == "draining":
+            verify.draining = True
+            return [*self._move(session, f"{verify} is draining", now), *self._pair_waiting()]
         if error.code != DRAFT_FAULT:
-            return [Forward(session.client, frame), *self._end(session, error.code, now), *self._pair_waiting()]
+            return [*self._finish(session, frame, error.code, now), *self._pair_waiting()]
         if session.draft is None:
             return self._drop(DropReason.NO_DRAFT_NODE)
         # The Error frees the session at the draft node, as a Release would.
@@ -284,7 +347,7 @@ class Router:
 
     def _to_verify(self, draft: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(draft, session_id)
-        return [Forward(session.verify, frame)] if session else []
+        return [Forward(session.verify, frame)] if session and session.verify else []
 
     def _draft_error(self, draft: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(draft, session_id)
@@ -292,6 +355,7 @@ class Router:
             return []
         # The draft node has freed the session already, so it gets no Release.
         session.refused.add(self._unpair(session))
+        assert session.verify is not None, "who has no verify node has no draft node"
         return [Forward(session.verify, frame), *self._pair_waiting()]
 
     def _session_of(self, node: Peer, session_id: str) -> Session | None:
@@ -301,52 +365,6 @@ class Router:
             return session
         self._drop(DropReason.UNKNOWN_SESSION if session is None else DropReason.NOT_PAIRED)
         return None
-
-    def _end(self, session: Session, reason: str, now: float) -> list[Action]:
-        """Forget a session and free it at the draft node; whoever calls then pairs what waits for the room."""
-        del self.sessions[session.id]
-        for peer_id in (session.client, session.verify):
-            if peer_id in self.peers:
-                del self.peers[peer_id].sessions[session.id]
-        actions: list[Action] = []
-        if session.draft is not None:
-            actions.append(Send(self._unpair(session), Release(session=session.id, reason=reason)))
-        return [*actions, SessionEnded(session.id, reason, now - session.opened_at)]
-
-    def _pair_waiting(self) -> list[Action]:
-        """Pair what waits for a draft node, the oldest session first."""
-        if not any(draft.has_room for draft in self._nodes("draft")):
-            return []
-        return [action for session in self.sessions.values() for action in self._pair(session)]
-
-    def _pair(self, session: Session) -> list[Action]:
-        if not session.speculate or session.draft is not None:
-            return []
-        draft = choose_draft(session, self.peers[session.verify].model, self._nodes("draft"))
-        if draft is None:
-            return []
-        session.draft = draft.id
-        session.epoch += 1
-        draft.sessions[session.id] = None
-        return [Send(session.verify, Paired(session=session.id, epoch=session.epoch, draft=draft.hello.name))]
-
-    def _unpair(self, session: Session) -> str:
-        draft = session.draft
-        assert draft is not None
-        del self.peers[draft].sessions[session.id]
-        session.draft = None
-        return draft
-
-    def _nodes(self, role: str) -> list[Peer]:
-        return [peer for peer in self.peers.values() if peer.hello.role == role]
-
-    def _drop(self, reason: DropReason) -> list[Action]:
-        self.drops[reason] += 1
-        return []
-
-    def _fail(self, client: Peer, session_id: str, drop: DropReason, code: str, message: str) -> list[Action]:
-        self.drops[drop] += 1
-        return [Send(client.id, Error(session=session_id, code=code, message=message[:MAX_REASON_CHARS]))]
 
     def _malformed(self, peer: Peer, drop: DropReason, code: str, reason: str, now: float) -> list[Action]:
         self.drops[drop] += 1
@@ -361,6 +379,7 @@ _Handler = Callable[[Router, Peer, str, bytes, float], list[Action]]
 _HANDLERS: dict[tuple[str, str], _Handler] = {
     ("client", "open_session"): Router._open,
     ("client", "tokenize"): Router._open,
+    ("client", "resume"): Router._resume,
     ("client", "cancel"): Router._cancel,
     ("verify", "text_delta"): Router._to_client,
     ("verify", "done"): Router._done,

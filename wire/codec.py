@@ -22,6 +22,8 @@ from wire.messages import MAX_DURATION_S, MAX_FRAME_BYTES, MESSAGES, Message
 
 _HEAD = re.compile(rb'\{"type":"([a-z_]{1,32})"(?:,"session":"([^"\\\x00-\x1f]{1,64})")?[,}]')
 
+_NAMES = {name.encode(): name for name in MESSAGES}
+
 
 def encode(message: Message) -> bytes:
     """The frame of a message.
@@ -114,8 +116,9 @@ def _canonical_head(frame: bytes) -> tuple[str, str | None] | None:
     head = _HEAD.match(frame)
     if head is None:
         return None
-    name, session = head[1].decode(), head[2]
-    if name not in MESSAGES or (session is None and _has_session(MESSAGES[name])):  # type: ignore[arg-type]
+    raw, session = head.groups()
+    name = _NAMES.get(raw)
+    if name is None or (session is None and _has_session(MESSAGES[name])):  # type: ignore[arg-type]
         return None
     try:
         return name, session.decode() if session is not None else None

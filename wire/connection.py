@@ -34,12 +34,15 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from wire.codec import decode, encode, peek, protocol_of
 from wire.errors import LinkLost, PeerMismatch, ProtocolError, Refused, VersionMismatch, WireError
 from wire.messages import PROTOCOL_VERSION, Error, Hello, Ping, Pong, Welcome
 
 NUM_RTT_SAMPLES = 15
+OWN_FRAMES = frozenset({Ping.type, Pong.type, Error.type, Hello.type, Welcome.type})
+"""Types that the machine looks at on an open link; nearly every frame is of another."""
 FATAL: dict[str, type[WireError]] = {"mismatch": PeerMismatch, "version": VersionMismatch}
 """Errors without a session after which a reconnect would not help."""
 
@@ -77,9 +80,8 @@ class Opened:
     welcome: Welcome
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A frame for the owner; `frame` is not parsed beyond its type and session."""
+class Received(NamedTuple):
+    """A frame for the owner; `frame` is not parsed beyond its type and session. A tuple, as there are many."""
 
     type: str
     session: str | None
@@ -134,6 +136,11 @@ class Connection:
         """How long our own loop has been found blocked, in total."""
         return self._stalled_s
 
+    @property
+    def has_frames_to_send(self) -> bool:
+        """Whether `frames_to_send` has any."""
+        return bool(self._out)
+
     def frames_to_send(self) -> list[bytes]:
         """Frames of the machine itself that are due, once."""
         frames, self._out = self._out, []
@@ -163,6 +170,8 @@ class Connection:
         if self.state is not State.OPEN:
             return self._shake_hands(frame, now)
         kind, session = peek(frame)
+        if kind not in OWN_FRAMES:
+            return [Received(kind, session, frame)]
         if kind == Ping.type:
             ping = decode(frame)
             assert isinstance(ping, Ping)

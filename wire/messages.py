@@ -5,6 +5,8 @@ After that, frames travel in both directions as JSON objects; the keys `type` an
 the relay can route a frame without parsing the rest, and it alone may append `relay_s` at the end.
 
     client  -> relay  -> verify   OpenSession, Cancel, Tokenize
+    client  -> relay              Resume (the client was away; it has the tokens below a position)
+    relay   -> client             Serving (which target answers, and how long the session outlives its client)
     verify  -> relay  -> client   TextDelta, Done, Error, Tokenized
     relay   -> verify             Paired (a draft node joined the session), PeerGone (it left)
     verify  -> relay  -> draft    Prefix (the ids to draft from), Acceptance (the newly committed ids)
@@ -20,6 +22,7 @@ crosses the wire. `wire/codec.py` holds frames to MAX_FRAME_BYTES at every hop.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -83,6 +86,14 @@ class ModelIdentity:
         check_int("model.vocab_size", self.vocab_size, 1, MAX_TOKEN_ID)
         check_int("model.context_length", self.context_length, 2, MAX_POSITION)
         check_ints("model.stop_ids", self.stop_ids, 0, self.vocab_size - 1, 64)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything that decides an answer: a verify node with the same one continues it without a trace."""
+        parts = (
+            self.name, self.revision, self.tokenizer, self.vocab_size, self.context_length, self.stop_ids, self.weights
+        )  # fmt: skip
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
         return (
@@ -165,6 +176,9 @@ class OpenSession(SessionMessage):
         logprobs: how many of the target's top log-probabilities to report with each token, None for none.
         speculate: False for the target alone (the baseline a speed-up is measured against).
         ignore_eos: go on after a stop id.
+        committed: tokens of the answer that are final already; the answer goes on behind them.
+        target: fingerprint of the model that committed them (`ModelIdentity.fingerprint`); empty for any.
+        resume_key: with one, the session outlives its client's link for a while, and `Resume` with it takes it back.
     """
 
     type: ClassVar[str] = "open_session"
@@ -178,10 +192,16 @@ class OpenSession(SessionMessage):
     logprobs: int | None = None
     speculate: bool = True
     ignore_eos: bool = False
+    committed: tuple[int, ...] = ()
+    target: str = ""
+    resume_key: str = ""
 
     def __post_init__(self) -> None:
         check_text("session", self.session, 64, empty=False)
         check_text("model", self.model, MAX_NAME_CHARS)
+        check_ints("committed", self.committed, 0, MAX_TOKEN_ID, MAX_POSITION)
+        check_text("target", self.target, 64)
+        check_text("resume_key", self.resume_key, 64)
         _check_prompt(self)
         check_int("max_tokens", self.max_tokens, 0, MAX_POSITION)
         if len(self.stop) > MAX_STOPS:
@@ -246,6 +266,46 @@ class Tokenized(SessionMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Serving(SessionMessage):
+    """Relay to a client that gave a `resume_key`: its session has a verify node.
+
+    Attributes:
+        model: name of the model that answers.
+        target: its fingerprint; who opens the session anew, behind the tokens that it has, asks for the same.
+        keep_s: how long the session outlives its client's link.
+    """
+
+    type: ClassVar[str] = "serving"
+    model: str
+    target: str
+    keep_s: float
+
+    def __post_init__(self) -> None:
+        check_text("session", self.session, 64, empty=False)
+        check_text("serving.model", self.model, MAX_NAME_CHARS)
+        check_text("serving.target", self.target, 64, empty=False)
+        check_number("serving.keep_s", self.keep_s, 0.0, MAX_DURATION_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(SessionMessage):
+    """A client is back: send the answer from `position` on, counted from its start.
+
+    Answered by what was committed since, or by an Error: "unknown_session" (ended, or the relay is a new one) or
+    "resume_gone" (the relay does not have those tokens any more); then the client may open the session anew.
+    """
+
+    type: ClassVar[str] = "resume"
+    key: str
+    position: int
+
+    def __post_init__(self) -> None:
+        check_text("session", self.session, 64, empty=False)
+        check_text("resume.key", self.key, 64, empty=False)
+        check_int("resume.position", self.position, 0, MAX_POSITION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """The target's log-probabilities at one position: of its logits after penalties and bias, before the
     temperature and the top-k, top-p and min-p filters.
@@ -294,7 +354,7 @@ class Done(SessionMessage):
 
     Attributes:
         finish_reason: one of FINISH_REASONS.
-        prompt_tokens, completion_tokens: usage, stop id included.
+        prompt_tokens, completion_tokens: usage, stop id included; no prompt_tokens where no verify node counted them.
         report: figures of the session by name (counts and seconds), see `speculation/stats.py`.
     """
 
@@ -562,7 +622,8 @@ class Pong(Message):
 MESSAGES: dict[str, type[Message]] = {
     cls.type: cls
     for cls in (
-        Hello, Welcome, OpenSession, Cancel, Tokenize, Tokenized, TextDelta, Done, Error, Paired, PeerGone, Release,
+        Hello, Welcome, OpenSession, Resume, Serving, Cancel, Tokenize, Tokenized, TextDelta, Done, Error, Paired,
+        PeerGone, Release,
         Prefix, Candidates, Acceptance, Resync, Draining, Ping, Pong,
     )
 }  # fmt: skip

@@ -30,6 +30,7 @@ class NodeConfig:
 
     relay: str
     secret: str
+    secret_file: Path | None
     name: str
     region: str
     model: str
@@ -42,6 +43,10 @@ class NodeConfig:
     log_level: str
     trace: Path | None
     ca_file: Path | None
+    spot_metadata: str
+    spot_poll_s: float
+    status_host: str
+    status_port: int
 
 
 def parser(program: str, description: str) -> configargparse.ArgumentParser:
@@ -57,7 +62,9 @@ def parser(program: str, description: str) -> configargparse.ArgumentParser:
     arguments.add_argument("--config", is_config_file=True, help=f"TOML file; section [{program}]")
     arguments.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     arguments.add_argument(
-        "--secret-file", type=Path, help=f"file with the secret shared by all parts (else: {SECRET_VARIABLE})"
+        "--secret-file",
+        type=Path,
+        help=f"file with the secret (else: {SECRET_VARIABLE}); nodes read it again each time they dial",
     )
     return arguments
 
@@ -79,6 +86,17 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
         help="hold the loaded model to the memory contract before it serves (under a second)",
     )  # fmt: skip
     arguments.add_argument("--grace-s", type=float, default=20.0, help="how long SIGTERM lets answers finish")
+    arguments.add_argument(
+        "--spot-metadata", default="", metavar="URL",
+        help="metadata service to ask for the notice of a spot instance's end, on EC2 http://169.254.169.254; the node "
+        "then drains as after SIGTERM, for the time that is left",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--status-port", type=whole(-1, 65_535), default=-1,
+        help="serve /healthz, /readyz and /metrics on this port, 0 for a free one; -1: on none",
+    )  # fmt: skip
+    arguments.add_argument("--status-host", default="127.0.0.1", help="address of the status port")
+    arguments.add_argument("--spot-poll-s", type=float, default=5.0, help="how often it is asked")
     arguments.add_argument("--trace", type=Path, help="write a JSONL trace of passes and rounds to this file")
 
 
@@ -120,31 +138,40 @@ def named(parse: Callable[[str], T]) -> Callable[[str], T]:
 def read_secret(arguments: configargparse.ArgumentParser, given: argparse.Namespace) -> str:
     """The shared secret; a missing or short one is a usage error."""
     if given.secret_file is not None:
-        return read_secret_file(arguments, "--secret-file", given.secret_file)
-    return _checked_secret(arguments, os.environ.get(SECRET_VARIABLE, ""))
-
-
-def read_secret_file(arguments: configargparse.ArgumentParser, flag: str, path: Path | None) -> str:
-    """The secret in a file, empty without one; a file that cannot be read is a usage error."""
-    if path is None:
-        return ""
-    try:
-        secret = path.read_text().strip()
-    except OSError as exc:
-        arguments.error(f"{flag} {path}: {exc.strerror}")
-    except UnicodeDecodeError:
-        arguments.error(f"{flag} {path}: not a text file")
-    return _checked_secret(arguments, secret)
-
-
-def _checked_secret(arguments: configargparse.ArgumentParser, secret: str) -> str:
+        try:
+            secret = read_secret_file(given.secret_file)
+        except OSError as exc:
+            arguments.error(f"--secret-file {given.secret_file}: {exc.strerror}")
+        except UnicodeDecodeError:
+            arguments.error(f"--secret-file {given.secret_file}: not a text file")
+    else:
+        secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < MIN_SECRET_CHARS:
         arguments.error(
             f"no secret of at least {MIN_SECRET_CHARS} characters: set {SECRET_VARIABLE} or give --secret-file"
         )
+    fault = secret_fault(secret)
+    if fault:
+        arguments.error(f"the secret {fault}")
+    return str(secret)
+
+
+def read_secret_file(path: Path) -> str:
+    """The secret in a file.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+    """
+    return path.read_text().strip()
+
+
+def secret_fault(secret: str) -> str:
+    """What is wrong with a secret, without showing it; empty if nothing is."""
+    if len(secret) < MIN_SECRET_CHARS:
+        return f"has {len(secret)} characters, too few"
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
-        arguments.error("the secret must be printable ASCII without spaces")
-    return secret
+        return "must be printable ASCII without spaces"
+    return ""
 
 
 def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:

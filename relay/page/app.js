@@ -59,8 +59,8 @@ async function follow() {
       await readEvents(url, { headers: { Authorization: `Bearer ${secret}` }, signal: mine.signal }, show);
     } catch (error) {
       if (stream !== mine || error.name === "AbortError") return;
-      if (error.status === 401) {
-        ask("The relay does not know this secret.");
+      if (error.status === 401 || error.status === 403) {
+        ask(error.status === 401 ? "The relay does not know this secret." : "This secret is not for administrators.");
         return;
       }
     }

@@ -21,9 +21,9 @@ from node_draft.scheduler import DraftScheduler
 from node_verify.node import VerifyNode
 from node_verify.scheduler import VerifyScheduler
 from relay.api import Gateway
-from relay.api_auth import Access
 from relay.client import Delta, Finished, StreamClient
 from relay.config import RelayConfig
+from relay.credentials import Credentials
 from relay.server import RelayServer
 from scripts.processes import Part, Parts
 from speculation.growth import parse_growth
@@ -194,11 +194,16 @@ async def in_process() -> AsyncIterator[Callable[..., Awaitable[InProcess]]]:
             stop_ids: tuple[int, ...] = (EOS,),
             admin_secret: str = SECRET,
         ) -> InProcess:
-            server = RelayServer(RelayConfig(secret=SECRET, port=0, grace_s=0.2))
+            server = RelayServer(RelayConfig(secret=SECRET, port=0, grace_s=0.2, takeover_wait_s=0.0))
             await server.start()
             stop = asyncio.Event()
             serving = asyncio.create_task(server.serve(stop))
-            gateway = Gateway(server, Access(client=SECRET, admin=admin_secret))
+            if admin_secret != SECRET:
+                server.access.credentials = Credentials.from_toml(
+                    f'[[credential]]\nname = "all"\nroles = ["node", "client"]\nsecrets = ["{SECRET}"]\n'
+                    f'[[credential]]\nname = "admin"\nroles = ["admin"]\nsecrets = ["{admin_secret}"]\n'
+                )
+            gateway = Gateway(server)
             await gateway.start("127.0.0.1", 0)
 
             async def end() -> None:

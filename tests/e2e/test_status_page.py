@@ -146,7 +146,7 @@ async def test_the_page_comes_back_when_the_relay_does(in_process: Any, browser:
     port = pipeline.gateway.port
     await pipeline.gateway.close()
     await expect(page.locator("#connection")).to_have_text("the relay does not answer; trying again")
-    again = Gateway(pipeline.server, pipeline.gateway.access)
+    again = Gateway(pipeline.server)
     await again.start("127.0.0.1", port)
     await expect(page.locator("#connection")).to_have_text("live")
     await context.close()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from relay.config import RelayConfig
+from relay.credentials import Credentials
 from relay.server import RelayServer
 from wire.aio.link import Link, dial
 from wire.codec import decode
@@ -75,12 +76,27 @@ class Loopback:
         self.secret = SECRET
         self._stack = stack
 
-    async def join(self, role: str, *, name: str = "", model: ModelIdentity | None = None, capacity: int = 4) -> Double:
+    def add_admin(self, secret: str) -> None:
+        """From now on the shared secret is for nodes and clients, and this one for administrators."""
+        self.server.access.credentials = Credentials.from_toml(
+            f'[[credential]]\nname = "all"\nroles = ["node", "client"]\nsecrets = ["{self.secret}"]\n'
+            f'[[credential]]\nname = "admin"\nroles = ["admin"]\nsecrets = ["{secret}"]\n'
+        )
+
+    async def join(
+        self,
+        role: str,
+        *,
+        name: str = "",
+        model: ModelIdentity | None = None,
+        capacity: int = 4,
+        secret: str = SECRET,
+    ) -> Double:
         default = {"verify": TARGET, "draft": DRAFTER, "client": None}[role]
         hello = Hello(
             protocol=PROTOCOL_VERSION, role=role, name=name or role, capacity=capacity, model=model or default
         )
-        double = Double(await dial(self.url, secret=SECRET, hello=hello))
+        double = Double(await dial(self.url, secret=secret, hello=hello))
         self._stack.push_async_callback(double.close)
         return double
 
@@ -94,7 +110,7 @@ async def start_relay() -> AsyncIterator[StartRelay]:
     async with AsyncExitStack() as stack:
 
         async def start(**settings: Any) -> Loopback:
-            server = RelayServer(RelayConfig(secret=SECRET, port=0, grace_s=0.2, **settings))
+            server = RelayServer(RelayConfig(**({"secret": SECRET, "port": 0, "grace_s": 0.2} | settings)))
             await server.start()
             stop = asyncio.Event()
             serving = asyncio.create_task(server.serve(stop))

@@ -15,7 +15,7 @@ import pytest
 
 from relay import api_sessions
 from relay.api import Gateway
-from relay.api_auth import Access
+from relay.credentials import Credentials
 from relay.server import RelayServer
 from wire.errors import ListenFailed
 from wire.messages import MAX_FRAME_BYTES, Cancel, Done, Error, OpenSession, TextDelta, Tokenize, Tokenized
@@ -39,8 +39,14 @@ class Http:
 
 
 @pytest.fixture
+async def relay(start_relay: Any) -> Any:
+    return await start_relay(takeover_wait_s=0.0)
+
+
+@pytest.fixture
 async def http(relay: Any) -> AsyncIterator[Http]:
-    gateway = Gateway(relay.server, Access(client=relay.secret, admin=ADMIN))
+    relay.add_admin(ADMIN)
+    gateway = Gateway(relay.server)
     await gateway.start("127.0.0.1", 0)
     headers = {"Authorization": f"Bearer {relay.secret}"}
     async with aiohttp.ClientSession(headers=headers) as session:
@@ -76,6 +82,35 @@ async def test_no_request_gets_past_a_wrong_secret(http: Http, relay: Any) -> No
         assert response.status == 200
 
 
+async def test_a_credential_is_held_to_its_role_and_its_limit_of_sessions(http: Http, relay: Any) -> None:
+    verify = await relay.join("verify")
+    relay.server.access.credentials = Credentials.from_toml(
+        '[[credential]]\nname = "nodes"\nroles = ["node"]\nsecrets = ["a-secret-of-nodes"]\n'
+        '[[credential]]\nname = "few"\nroles = ["client"]\nsecrets = ["a-secret-of-few"]\nmax_sessions = 1\n'
+        '[[credential]]\nname = "others"\nroles = ["client"]\nsecrets = ["a-secret-of-others"]\n'
+    )
+    status, body = await http.post(headers={"Authorization": "Bearer a-secret-of-nodes"})
+    assert (status, body["error"]["code"]) == (403, "not_allowed")
+    assert "nodes is for node" in body["error"]["message"]
+    few = {"Authorization": "Bearer a-secret-of-few"}
+    first = asyncio.create_task(http.post(headers=few))
+    session = (await verify.expect(OpenSession)).session
+    status, body = await http.post(headers=few)
+    assert (status, body["error"]["code"]) == (429, "overloaded")
+    other = asyncio.create_task(http.post(headers={"Authorization": "Bearer a-secret-of-others"}))
+    verify.send(done((await verify.expect(OpenSession)).session, 0))
+    verify.send(done(session, 0))
+    assert [(await task)[0] for task in (first, other)] == [200, 200]
+
+
+async def test_a_relay_that_drains_says_so(http: Http, relay: Any) -> None:
+    await relay.join("verify")
+    relay.server.router.draining = True
+    async with http.session.post(f"{http.url}/v1/chat/completions", json=BODY) as response:
+        assert (response.status, response.headers["Retry-After"]) == (503, "1")
+        assert (await response.json())["error"]["code"] == "draining"
+
+
 async def test_the_secret_and_the_prompt_are_in_no_log_line(
     http: Http, relay: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,7 +131,7 @@ async def test_errors_of_the_pipeline_have_a_fitting_status(http: Http, relay: A
     status, body = await http.post(BODY | {"model": "other"})
     assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
     for code, expected, param in (
-        ("overloaded", 429, None), ("draining", 503, None), ("target_failed", 500, None), ("strange", 500, None),
+        ("overloaded", 429, None), ("target_failed", 500, None), ("strange", 500, None),
         ("prompt_too_long", 400, "messages"), ("verify_lost", 502, None),
     ):  # fmt: skip
         for stream in (False, True):
@@ -250,7 +285,7 @@ async def test_models_are_those_of_the_connected_verify_nodes(http: Http, relay:
 
 
 async def test_a_port_in_use_is_told(http: Http, relay: Any) -> None:
-    other = Gateway(relay.server, Access(client=relay.secret, admin=ADMIN))
+    other = Gateway(relay.server)
     with pytest.raises(ListenFailed, match=rf"127\.0\.0\.1:{http.gateway.port}.*--http-port"):
         await other.start("127.0.0.1", http.gateway.port)
     await other.close()

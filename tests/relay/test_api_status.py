@@ -13,7 +13,6 @@ import pytest
 
 from relay import api_page
 from relay.api import Gateway
-from relay.api_auth import Access
 from relay.api_status import StatusBoard
 from wire.codec import encode
 from wire.messages import Candidates, Done, OpenSession, Paired, TextDelta
@@ -24,8 +23,9 @@ BOUND_S = 10.0
 
 @pytest.fixture
 async def gateway(relay: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gateway]:
+    relay.add_admin(ADMIN)
     monkeypatch.setattr(api_page, "UPDATE_S", 0.01)
-    gateway = Gateway(relay.server, Access(client=relay.secret, admin=ADMIN))
+    gateway = Gateway(relay.server)
     await gateway.start("127.0.0.1", 0)
     yield gateway
     await gateway.close()
@@ -59,9 +59,10 @@ async def until(condition: Any) -> None:
 async def test_only_the_admin_secret_opens_the_figures(gateway: Gateway, relay: Any) -> None:
     base = f"http://127.0.0.1:{gateway.port}"
     async with aiohttp.ClientSession() as http:
-        for headers in ({}, {"Authorization": f"Bearer {relay.secret}"}, {"Authorization": f"Basic {ADMIN}"}):
+        for header, status in (("", 401), (f"Bearer {relay.secret}", 403), (f"Basic {ADMIN}", 401)):
+            headers = {"Authorization": header}
             async with http.get(f"{base}/status/events?key={ADMIN}", headers=headers) as response:
-                assert response.status == 401
+                assert response.status == status
         async with http.get(base, allow_redirects=False) as response:
             assert (response.status, response.headers["Location"]) == (302, "/status/")
         for name in ("", "app.js", "style.css", "icon.svg"):

@@ -36,7 +36,8 @@ async def verify(relay: Any) -> Any:
 
 @pytest.fixture
 async def client(relay: Any, verify: Any) -> Any:
-    async with StreamClient(relay.url, secret=relay.secret) as client:
+    """A client that gives up at the first break; tests/relay/test_recovery.py has the others."""
+    async with StreamClient(relay.url, secret=relay.secret, recover_s=0.0) as client:
         yield client
 
 
@@ -154,7 +155,8 @@ async def test_errors_of_a_request_are_typed_and_leave_the_others_alone(client: 
     await asyncio.wait_for(other, BOUND_S)
 
 
-async def test_a_lost_verify_node_fails_its_requests(client: StreamClient, verify: Any) -> None:
+async def test_a_lost_verify_node_fails_its_requests(client: StreamClient, relay: Any, verify: Any) -> None:
+    relay.server.router.takeover_wait_s = 0.05
     streaming = asyncio.create_task(collect(client, prompt="x"))
     await verify.expect(OpenSession)
     verify.link.abort()

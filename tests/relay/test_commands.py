@@ -115,7 +115,7 @@ async def test_c042_sigterm_ends_within_the_grace_time_with_code_0(relay: Relay,
     _, half = await asyncio.open_connection("127.0.0.1", relay.port)
     half.write(b"GET / HTTP/1.1\r\n")
     stubborn = asyncio.create_task(never_close(relay.port))
-    async with StreamClient(relay.url, secret=SECRET) as client:
+    async with StreamClient(relay.url, secret=SECRET, recover_s=0.0) as client:
         stream = aiter(client.stream(prompt="x"))
         opening = asyncio.ensure_future(anext(stream))
         await asyncio.wait_for(opened.wait(), BOUND_S)
@@ -242,3 +242,7 @@ def test_bad_sampling_of_the_client_exits_with_2(
         ClientConfig.read("chat", ["x", "--temperature", "-1"])
     assert exited.value.code == 2
     assert "temperature" in capsys.readouterr().err
+
+
+def test_c034_the_keepalive_interval_is_at_most_half_the_shortest_idle_limit() -> None:
+    assert RelayConfig(secret=SECRET).ping_interval_s <= 60 / 2

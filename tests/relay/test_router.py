@@ -3,9 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from relay.router import Action, ClosePeer, DropReason, Forward, Router, Send, SessionEnded
-from wire.codec import encode
+from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
+from relay.pairing import Peer, choose_verify
+from relay.router import Router
+from wire.codec import decode, encode
 from wire.messages import (
     PROTOCOL_VERSION,
     Acceptance,
@@ -22,7 +26,9 @@ from wire.messages import (
     PeerGone,
     Prefix,
     Release,
+    Resume,
     Resync,
+    Serving,
     TextDelta,
 )
 
@@ -221,10 +227,223 @@ def test_a_lost_draft_node_is_replaced_under_the_next_epoch(running: Router) -> 
     assert running.on_gone("second", 0.0)[1:] == [paired(epoch=3, draft="third")]
 
 
-def test_a_lost_verify_node_fails_the_request(running: Router) -> None:
-    error, release, _ = running.on_gone("verify", 0.0)
-    assert the_error([error]) == ("client", "s", "verify_lost")
-    assert release == Send("draft", Release(session="s", reason="verify node lost"))
+def test_c040_a_lost_verify_node_is_replaced_behind_the_committed_tokens(running: Router) -> None:
+    say(running, "verify", DELTA)
+    say(running, "verify", TextDelta(session="s", start=1, tokens=(6, 7), text="bc"))
+    join(running, "other", "verify", model=replace(TARGET, weights="other"))
+    join(running, "second", "verify")
+    reopened = replace(OPEN, committed=(5, 6, 7))
+    assert running.on_gone("verify", 1.0) == [
+        Send("draft", Release(session="s", reason="verify node lost")),
+        SessionMoved("s", "verify node second", 3),
+        Forward("second", encode(reopened)),
+        Send("second", Paired(session="s", epoch=2, draft="draft")),
+    ]
+    assert say(running, "second", replace(DELTA, start=3)) == [Forward("client", encode(replace(DELTA, start=3)))]
+    assert running.next_timer() is None
+
+
+def test_c040_without_a_replacement_the_client_is_told_within_the_stated_time(running: Router) -> None:
+    say(running, "verify", DELTA)
+    join(running, "other", "verify", model=replace(TARGET, weights="other"))
+    assert running.on_gone("verify", 1.0) == [Send("draft", Release(session="s", reason="verify node lost"))]
+    assert running.next_timer() == 11.0
+    assert running.on_timer(10.9) == []
+    error, ended = running.on_timer(11.0)
+    assert isinstance(error, Forward)
+    assert error.peer == "client"
+    told = decode(error.frame)
+    assert isinstance(told, Error)
+    assert (told.session, told.code) == ("s", "verify_lost")
+    assert "no other node came within 10 s" in told.message
+    assert ended == SessionEnded("s", "verify node lost", 11.0)
+    assert running.next_timer() is None
+
+
+def test_c040_a_replacement_may_come_while_the_session_waits(running: Router) -> None:
+    say(running, "verify", DELTA)
+    running.on_gone("verify", 1.0)
+    assert the_error(say(running, "client", replace(OPEN, session="t")))[2] == "no_verify_node", (
+        "new requests fail fast"
+    )
+    assert join(running, "verify", "verify") == [
+        SessionMoved("s", "verify node verify", 1),
+        Forward("verify", encode(replace(OPEN, committed=(5,)))),
+        paired(epoch=2),
+    ]
+    assert running.next_timer() is None
+
+
+def test_cancelling_what_nobody_works_on_ends_it(running: Router) -> None:
+    say(running, "verify", DELTA)
+    running.on_gone("verify", 1.0)
+    done, ended = say(running, "client", Cancel(session="s"))
+    assert isinstance(done, Forward)
+    assert decode(done.frame) == Done(session="s", finish_reason="cancelled", prompt_tokens=0, completion_tokens=1)
+    assert ended == SessionEnded("s", "cancelled", 0.0)
+    assert running.next_timer() is None
+
+
+def test_a_session_that_is_not_kept_fails_with_its_verify_node() -> None:
+    router = Router(max_kept_bytes=10)
+    for role in ("verify", "client"):
+        join(router, role, role)
+    say(router, "client", OPEN)
+    assert router.drops[DropReason.NOT_KEPT] == 1
+    assert router.kept_bytes == 0
+    error, _ = router.on_gone("verify", 1.0)
+    assert isinstance(error, Forward)
+    assert b"too much memory" in error.frame
+
+
+@pytest.fixture
+def resumable(router: Router) -> Router:
+    """With session "s" under way, of a client that may come back for it."""
+    serving = Serving(session="s", model="target", target=TARGET.fingerprint, keep_s=30.0)
+    opening = replace(OPEN, resume_key="k")
+    assert say(router, "client", opening) == [Forward("verify", encode(opening)), Send("client", serving), paired()]
+    for start in range(3):
+        say(router, "verify", replace(DELTA, start=start))
+    return router
+
+
+def test_a_client_that_was_away_gets_what_was_committed_since_its_position(resumable: Router) -> None:
+    assert resumable.on_gone("client", 1.0) == []
+    assert say(resumable, "verify", replace(DELTA, start=3)) == []
+    join(resumable, "again", "client")
+    resume = Resume(session="s", key="k", position=2)
+    assert say(resumable, "again", resume) == [Forward("again", encode(replace(DELTA, start=i))) for i in (2, 3)]
+    assert resumable.next_timer() is None
+    assert say(resumable, "verify", replace(DELTA, start=4)) == [Forward("again", encode(replace(DELTA, start=4)))]
+    assert say(resumable, "again", replace(resume, position=5)) == [], "up to date"
+
+
+def test_the_end_of_an_answer_waits_for_its_client(resumable: Router) -> None:
+    resumable.on_gone("client", 1.0)
+    assert say(resumable, "verify", DONE) == [Send("draft", Release(session="s", reason="done"))]
+    join(resumable, "again", "client")
+    assert say(resumable, "again", Resume(session="s", key="k", position=3)) == [
+        Forward("again", encode(DONE)),
+        SessionEnded("s", "done", 0.0),
+    ]
+
+
+def test_a_client_that_does_not_come_back_ends_its_session(resumable: Router) -> None:
+    resumable.on_gone("client", 1.0)
+    assert resumable.next_timer() == 31.0
+    cancel, _, ended = resumable.on_timer(31.0)
+    assert cancel == Send("verify", Cancel(session="s", reason="client gone"))
+    assert ended == SessionEnded("s", "its client was away for 30 s", 31.0)
+    assert resumable.drops[DropReason.CLIENT_AWAY] == 1
+
+
+@pytest.mark.parametrize("session", ["s", "t"])
+def test_only_the_key_opens_a_session_to_another_link(resumable: Router, session: str) -> None:
+    join(resumable, "thief", "client")
+    actions = say(resumable, "thief", Resume(session=session, key="guessed", position=0))
+    assert the_error(actions) == ("thief", session, "unknown_session")
+    assert resumable.sessions["s"].client == "client"
+
+
+def test_a_resume_takes_the_session_from_a_link_that_is_half_open(resumable: Router) -> None:
+    join(resumable, "again", "client")
+    assert say(resumable, "again", Resume(session="s", key="k", position=3)) == []
+    assert resumable.on_gone("client", 1.0) == []
+    assert say(resumable, "verify", DELTA)[0] == Forward("again", encode(DELTA))
+
+
+def test_c036_a_position_that_is_gone_is_told_and_no_gap_is_left(resumable: Router) -> None:
+    resumable.sessions["s"].kept.max_recent_bytes = 300  # type: ignore[union-attr]
+    resumable.on_gone("client", 1.0)
+    for start in range(3, 10):
+        say(resumable, "verify", replace(DELTA, start=start))
+    join(resumable, "again", "client")
+    actions = say(resumable, "again", Resume(session="s", key="k", position=3))
+    assert actions[0] == Send("verify", Cancel(session="s", reason="client gone"))
+    assert the_error(actions[-1:]) == ("again", "s", "resume_gone")
+    assert not resumable.sessions
+    assert resumable.kept_bytes == 0
+
+
+def test_a_malformed_client_gets_no_second_chance() -> None:
+    router = Router(malformed_limit=1)
+    for role in ("verify", "client"):
+        join(router, role, role)
+    say(router, "client", replace(OPEN, resume_key="k"))
+    assert SessionEnded("s", "client gone", 0.0) in router.on_frame("client", b"{}", 0.0)
+
+
+def test_a_draining_draft_node_hands_its_sessions_to_another_at_once(running: Router) -> None:
+    join(running, "second", "draft")
+    assert say(running, "draft", Draining(grace_s=5.0)) == [
+        Send("draft", Release(session="s", reason="the draft node is draining")),
+        paired(epoch=2, draft="second"),
+    ]
+
+
+def test_c068_long_answers_of_a_draining_verify_node_move_and_short_ones_finish(running: Router) -> None:
+    say(running, "client", replace(OPEN, session="short"))
+    join(running, "second", "verify")
+    assert running.on_frame("verify", encode(Draining(grace_s=20.0)), 100.0) == []
+    assert running.next_timer() == 115.0
+    say(running, "verify", replace(DONE, session="short"))
+    say(running, "verify", DELTA)
+    assert running.on_timer(115.0) == [
+        Send("verify", Cancel(session="s", reason="moved to another node")),
+        Send("draft", Release(session="s", reason="moved to another verify node")),
+        SessionMoved("s", "verify node second", 1),
+        Forward("second", encode(replace(OPEN, committed=(5,)))),
+        Send("second", Paired(session="s", epoch=2, draft="draft")),
+    ]
+    assert say(running, "verify", DONE) == [], "the Done that answers the cancel is late"
+
+
+def test_c068_without_another_node_the_answer_stays_to_the_end_of_the_grace_time(running: Router) -> None:
+    running.on_frame("verify", encode(Draining(grace_s=20.0)), 100.0)
+    assert running.on_timer(115.0) == []
+    assert running.sessions["s"].verify == "verify"
+
+
+def test_a_request_that_meets_a_draining_node_goes_to_another(running: Router) -> None:
+    join(running, "second", "verify")
+    error = Error(session="s", code="draining", message="the verify node is draining")
+    assert Forward("second", encode(OPEN)) in say(running, "verify", error)
+    assert running.peers["verify"].draining
+
+
+def test_nodes_are_chosen_by_round_trip_and_load(router: Router) -> None:
+    join(router, "far", "verify", capacity=16)
+    join(router, "draining", "verify")
+    router.peers["draining"].draining = True
+    for name, rtt_s in (("verify", 0.02), ("far", 0.2), ("draining", 0.0)):
+        router.peers[name].rtt_s = rtt_s
+    chosen = []
+    for i in range(7):
+        frame = encode(OpenSession(session=f"n{i}", prompt="x", speculate=False))
+        (forward,) = router.on_frame("client", frame, 0.0)
+        chosen.append(forward.peer)
+    assert chosen == ["verify"] * 4 + ["far"] * 3, "the near one until it is full, for then it has a line"
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(0, 1), st.integers(0, 8), st.integers(1, 8)), min_size=1, max_size=5)
+)
+def test_no_choice_is_ever_worse_than_another_in_both_round_trip_and_load(
+    nodes: list[tuple[bool, float, int, int]],
+) -> None:
+    peers = []
+    for i, (draining, rtt_s, num_sessions, capacity) in enumerate(nodes):
+        hello = Hello(protocol=PROTOCOL_VERSION, role="verify", name=f"n{i}", capacity=capacity, model=TARGET)
+        sessions = dict.fromkeys(map(str, range(num_sessions)))
+        peers.append(Peer(f"n{i}", hello, draining=draining, rtt_s=rtt_s, sessions=sessions))
+    chosen, _ = choose_verify("", "", peers)
+    ready = [peer for peer in peers if not peer.draining]
+    assert (chosen is not None) == bool(ready)
+    if chosen is not None:
+        assert not chosen.draining
+        for peer in ready:
+            load = [(len(p.sessions) + 1) / p.hello.capacity for p in (peer, chosen)]
+            assert not (peer.rtt_s < chosen.rtt_s and load[0] < load[1])  # type: ignore[operator]
 
 
 def test_draining_nodes_get_no_new_session_and_keep_the_old(running: Router) -> None:

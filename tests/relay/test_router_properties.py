@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from relay.router import Action, ClosePeer, Forward, Router, Send, SessionEnded
-from wire.codec import encode, peek
+from relay.actions import Action, ClosePeer, Forward, Send, SessionEnded, SessionMoved
+from relay.router import Router
+from wire.codec import decode, encode, peek
 from wire.messages import (
     PROTOCOL_VERSION,
     Acceptance,
@@ -25,6 +26,7 @@ from wire.messages import (
     PeerGone,
     Prefix,
     Release,
+    Resume,
     TextDelta,
 )
 
@@ -49,7 +51,10 @@ def frames(session: str) -> list[bytes]:
             Prefix(session=session, epoch=1, start=0, tokens=(1,), total=1, digest="d", limit=9, prompt_tokens=1),
             Acceptance(session=session, epoch=1, start=1, tokens=(5,)),
             Candidates(session=session, epoch=1, frame=0, first_node=0, parents=(-1,), tokens=(5,), scores=(0,)),
-            Draining(grace_s=1.0),
+            Draining(grace_s=6.0),
+            OpenSession(session=session, prompt="x", resume_key="k"),
+            Resume(session=session, key="k", position=0),
+            Resume(session=session, key="no", position=0),
         )
     ]
 
@@ -59,7 +64,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(malformed_limit=4)
+        self.router = Router(malformed_limit=4, keep_s=3.0, takeover_wait_s=2.0, max_kept_bytes=500)
+        self.now = 0.0
         self.connected: dict[str, str] = {}
         self.drafting: dict[str, dict[str, str]] = {}
         """Session to the draft node that has not been freed, by verify node."""
@@ -67,17 +73,24 @@ class RouterMachine(RuleBasedStateMachine):
         self.open: set[str] = set()
 
     def check(self, actions: list[Action]) -> None:
+        moved = set()
         for action in actions:
             match action:
+                case SessionMoved(session, _, num_tokens):
+                    assert session in self.open
+                    moved.add((session, num_tokens))
                 case ClosePeer(peer):
                     assert self.connected.pop(peer, None) is not None, "closed twice, or never let in"
                 case Forward(peer, frame):
                     assert peer in self.connected
                     if peek(frame)[0] == "open_session":
-                        session = peek(frame)[1] or ""
-                        assert session not in self.open
-                        self.open.add(session)
-                        self.epochs[session] = 0
+                        request = decode(frame)
+                        assert isinstance(request, OpenSession)
+                        assert not self.router.peers[peer].draining, "a draining node got a session"
+                        if (request.session, len(request.committed)) not in moved:
+                            assert request.session not in self.open
+                            self.open.add(request.session)
+                            self.epochs[request.session] = 0
                 case Send(peer, message):
                     assert peer in self.connected, f"{message} to a peer that has left"
                     if isinstance(message, Paired):
@@ -105,21 +118,21 @@ class RouterMachine(RuleBasedStateMachine):
             model=model if role != "client" else None,
         )
         self.connected[peer] = role
-        self.check(self.router.on_hello(peer, hello, 0.0))
+        self.check(self.router.on_hello(peer, hello, self.now))
 
     @rule(peer=PEERS)
     def leave(self, peer: str) -> None:
         was = {s.id: s.draft for s in self.router.sessions.values()}
         self.connected.pop(peer, None)
-        actions = self.router.on_gone(peer, 0.0)
+        actions = self.router.on_gone(peer, self.now)
         self.check(actions)
         self.check_releases(was, actions, told={})
 
-    @rule(peer=PEERS, session=SESSIONS, kind=st.integers(0, 11))
+    @rule(peer=PEERS, session=SESSIONS, kind=st.integers(0, 14))
     def frame(self, peer: str, session: str, kind: int) -> None:
         frame = frames(session)[kind]
         was = {s.id: s.draft for s in self.router.sessions.values()}
-        actions = self.router.on_frame(peer, frame, 0.0)
+        actions = self.router.on_frame(peer, frame, self.now)
         self.check(actions)
         # An Error between verify and draft node frees the session there as a Release does.
         told = {session: was[session]} if peek(frame)[0] == "error" and was.get(session) else {}
@@ -128,14 +141,22 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(peer=PEERS, frame=st.binary(max_size=20))
     def garbage(self, peer: str, frame: bytes) -> None:
         was = {s.id: s.draft for s in self.router.sessions.values()}
-        actions = self.router.on_frame(peer, frame, 0.0)
+        actions = self.router.on_frame(peer, frame, self.now)
         self.check(actions)
         self.check_releases(was, actions, told={})
 
     @rule(peer=PEERS)
     def slow(self, peer: str) -> None:
         was = {s.id: s.draft for s in self.router.sessions.values()}
-        actions = self.router.expel(peer, "slow_consumer", "slow", 0.0)
+        actions = self.router.expel(peer, "slow_consumer", "slow", self.now)
+        self.check(actions)
+        self.check_releases(was, actions, told={})
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        was = {s.id: s.draft for s in self.router.sessions.values()}
+        actions = self.router.on_timer(self.now)
         self.check(actions)
         self.check_releases(was, actions, told={})
 
@@ -164,9 +185,16 @@ class RouterMachine(RuleBasedStateMachine):
             for peer_id in (session.client, session.verify, session.draft):
                 if peer_id is not None:
                     held[peer_id].remove(session.id)
+            # Whoever waits has a deadline, and nobody waits for ever.
+            waits = session.verify is None and session.last is None
+            assert waits == ((session.id, "verify") in router.deadlines)
+            assert (session.client is None) == ((session.id, "client") in router.deadlines)
             if session.draft is not None:
                 assert session.speculate
+                assert session.verify is not None
                 assert router.peers[session.draft].model.tokenizer == router.peers[session.verify].model.tokenizer
+        assert router.kept_bytes == sum(s.kept.num_bytes for s in router.sessions.values() if s.kept is not None)
+        assert router.kept_bytes <= router.max_kept_bytes
         assert not any(held.values()), "a peer holds a session that it has no part in"
         for peer in router.peers.values():
             if peer.hello.role == "draft":

@@ -18,8 +18,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from relay.router import DropReason
-from wire.aio.link import dial
-from wire.errors import LinkLost, PeerMismatch, VersionMismatch
+from wire.aio.link import MAX_UNSENT_BYTES, MAX_WRITE_BYTES, dial, link_options
+from wire.codec import encode
+from wire.errors import FrameTooLarge, LinkLost, PeerMismatch, VersionMismatch
 from wire.messages import (
     MAX_FRAME_BYTES,
     Acceptance,
@@ -175,14 +176,15 @@ async def test_a_lost_draft_node_is_reported_and_replaced(relay: Any) -> None:
     assert await verify.expect(Paired) == Paired(session="s", epoch=2, draft="second")
 
 
-async def test_a_lost_verify_node_fails_the_request_and_a_lost_client_cancels_it(relay: Any) -> None:
+async def test_a_lost_verify_node_fails_the_request_and_a_lost_client_cancels_it(start_relay: StartRelay) -> None:
+    relay = await start_relay(takeover_wait_s=0.05)
     verify, draft, client = await trio(relay)
     client.send(opening())
     await verify.expect(OpenSession)
     verify.link.abort()
+    await draft.expect(Release)
     error = await client.expect(Error)
     assert (error.session, error.code) == ("s", "verify_lost")
-    await draft.expect(Release)
     verify = await relay.join("verify")
     client.send(opening("t"))
     await verify.expect(OpenSession)
@@ -210,13 +212,17 @@ def mutate(rng: random.Random) -> bytes:
             return whole.replace(b'"type"', rng.choice([b'"tpye"', b'"type" ', b'"type":"ping","type"']))
 
 
-async def test_c047_ten_thousand_malformed_frames_end_nobody_elses_session(start_relay: StartRelay) -> None:
+async def test_c047_ten_thousand_malformed_frames_end_nobody_elses_session(
+    start_relay: StartRelay, target: ModelIdentity
+) -> None:
     relay = await start_relay(malformed_limit=5000)
     verify, draft, client = await trio(relay)
     client.send(opening())
     await verify.expect(OpenSession)
     await verify.expect(Paired)
-    vandals = [await relay.join(role, name=f"vandal {role}") for role in ("client", "draft", "verify", "client")]
+    vandals = [await relay.join(role, name=f"vandal {role}") for role in ("client", "draft", "client")]
+    # Of another model, or the last request might be its to answer.
+    vandals.append(await relay.join("verify", name="vandal verify", model=replace(target, name="other")))
     rng = random.Random(1)
     for i in range(100):
         for vandal in vandals:
@@ -237,7 +243,7 @@ async def test_c047_ten_thousand_malformed_frames_end_nobody_elses_session(start
     assert drops[DropReason.MALFORMED] + drops[DropReason.WRONG_ROLE] > 5000
     verify.send(done())
     await client.expect(Done)
-    client.send(opening("next"))
+    client.send(opening("next", model="target"))
     assert (await verify.expect(OpenSession)).session == "next"
 
 
@@ -253,8 +259,13 @@ async def test_c047_a_peer_that_does_not_stop_is_closed_with_code_and_reason(sta
     assert client.id not in relay.server.router.peers
 
 
-async def test_an_oversize_frame_costs_its_sender_the_link_and_nobody_else(relay: Any) -> None:
+async def test_c032_an_oversize_frame_costs_its_sender_the_link_and_nobody_else(relay: Any) -> None:
     verify, _, client = await trio(relay)
+    # One limit at all hops: what the peers are told, what each socket takes, what the codec writes and reads.
+    assert {peer.link.connection.welcome.max_frame_bytes for peer in (verify, client)} == {MAX_FRAME_BYTES}
+    assert link_options()["max_size"] == MAX_FRAME_BYTES
+    with pytest.raises(FrameTooLarge):
+        encode(OpenSession(session="s", prompt_ids=(123_456,) * 400_000))
     client.send(opening())
     await verify.expect(OpenSession)
     await verify.expect(Paired)
@@ -285,26 +296,35 @@ async def close_of(websocket: Any) -> tuple[int, str]:
     return websocket.close_code, websocket.close_reason
 
 
-async def test_a_slow_consumer_is_closed_and_the_others_go_on(start_relay: StartRelay) -> None:
-    relay = await start_relay(max_queued_bytes=1 << 20)
+@pytest.mark.parametrize("key", ["", "k"], ids=["gone for good", "may come back"])
+async def test_c033_a_slow_consumer_is_closed_and_the_others_go_on(start_relay: StartRelay, key: str) -> None:
+    relay = await start_relay(max_queued_bytes=1 << 20, keep_s=0.2)
     verify, _, client = await trio(relay)
-    slow = await raw_client(relay, {"type": "open_session", "session": "slow", "prompt": "x", "speculate": False})
+    opening_frame = {"type": "open_session", "session": "slow", "prompt": "x", "speculate": False, "resume_key": key}
+    slow = await raw_client(relay, opening_frame)
     await verify.expect(OpenSession)
     slow.transport.pause_reading()
+    slow_link = relay.server.links[relay.server.router.sessions["slow"].client]
     client.send(opening())
     await verify.expect(OpenSession)
     await verify.expect(Paired)
-    text = "x" * 100_000
+    text, most = "x" * 100_000, 0
     for i in range(1000):
         verify.send(TextDelta(session="slow", start=i, tokens=(1,), text=text))
-        await verify.link.flush()
-        if verify.inbox.qsize():
+        # The other session goes on in step, frame by frame.
+        verify.send(delta(start=i))
+        assert (await client.expect(TextDelta)).start == i
+        most = max(most, slow_link.queued_bytes + slow_link.websocket.transport.get_write_buffer_size())
+        if relay.server.router.drops[DropReason.SLOW_CONSUMER]:
             break
+    assert relay.server.router.drops[DropReason.SLOW_CONSUMER] == 1
+    # The stated bound: the queue, and what was handed to the socket in one write.
+    assert most <= (1 << 20) + MAX_WRITE_BYTES + MAX_UNSENT_BYTES + 100_000
     cancel = await verify.expect(Cancel)
     assert (cancel.session, cancel.reason) == ("slow", "client gone")
-    assert relay.server.router.drops[DropReason.SLOW_CONSUMER] == 1
-    verify.send(delta())
+    verify.send(delta(start=1000))
     await client.expect(TextDelta)
+    assert relay.server.router.kept_bytes < 1 << 20
     slow.transport.resume_reading()
     code, reason = await close_of(slow)
     assert code == 4008

@@ -36,7 +36,7 @@ class RelayDouble:
     def url(self) -> str:
         return f"ws://127.0.0.1:{self.port}"
 
-    async def serve(self, websocket: ServerConnection) -> None:
+    async def serve(self, websocket: ServerConnection, identity: object) -> None:
         loop = asyncio.get_running_loop()
         connection = Connection.accepting(now=loop.time(), handshake_timeout_s=1.0, serving="no model")
         link = Link(websocket, connection, on_write=self.on_write, max_queued_bytes=self.max_queued_bytes)
@@ -75,7 +75,9 @@ def hello() -> Hello:
 @pytest.fixture
 async def relay() -> AsyncIterator[RelayDouble]:
     double = RelayDouble()
-    listener = Listener(double.serve, secret=SECRET, open_timeout_s=1.0)
+    listener = Listener(
+        double.serve, authenticate=lambda secret: "somebody" if secret == SECRET else None, open_timeout_s=1.0
+    )
     double.port = await listener.listen("127.0.0.1", 0)
     yield double
     await listener.close("the test is over")

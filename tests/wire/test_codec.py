@@ -39,8 +39,10 @@ from wire.messages import (
     Pong,
     Prefix,
     Release,
+    Resume,
     Resync,
     RoundTiming,
+    Serving,
     TextDelta,
     Tokenize,
     Tokenized,
@@ -88,8 +90,8 @@ def open_sessions(draw: st.DrawFn) -> OpenSession:
     return OpenSession(
         session=draw(sessions), model=draw(words), sampling=draw(samplings), max_tokens=draw(positions),
         stop=tuple(draw(st.lists(names, max_size=3))), logprobs=draw(st.none() | st.integers(0, 20)),
-        speculate=draw(st.booleans()), ignore_eos=draw(st.booleans()),
-        **{name: draw(values) for name, values in asked.items()},
+        speculate=draw(st.booleans()), ignore_eos=draw(st.booleans()), committed=draw(id_lists), target=draw(words),
+        resume_key=draw(words), **{name: draw(values) for name, values in asked.items()},
     )  # fmt: skip
 
 
@@ -140,6 +142,8 @@ BY_TYPE: dict[type[Message], st.SearchStrategy[Any]] = {
         ping_interval_s=st.floats(0.01, 3600), ping_timeout_s=st.floats(0.01, 3600),
     ),
     OpenSession: open_sessions(),
+    Resume: st.builds(Resume, session=sessions, key=names, position=positions),
+    Serving: st.builds(Serving, session=sessions, model=words, target=names, keep_s=seconds),
     Cancel: st.builds(Cancel, session=sessions, reason=words),
     Tokenize: st.builds(Tokenize, session=sessions, model=words, prompt=words),
     Tokenized: st.builds(Tokenized, session=sessions, tokens=id_lists, text=words, context_length=epochs),

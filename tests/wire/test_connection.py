@@ -314,3 +314,20 @@ def test_c030_both_sides_find_a_dead_path_within_interval_and_timeout(
     assert set(world.lost_at) == {0, 1}
     last_arrival = dies_at + delay_s + 0.1
     assert max(world.lost_at.values()) <= last_arrival + INTERVAL_S + TIMEOUT_S + 1e-6
+
+
+@given(st.floats(0.0, 0.7), st.floats(0.0, 0.5), st.integers(0, 2**32))
+def test_c034_a_link_without_traffic_is_never_silent_for_half_the_shortest_idle_limit(
+    delay_s: float, jitter_s: float, seed: int
+) -> None:
+    """Middleboxes forget a connection after a silence, 60 s being the shortest limit in common use; the relay's own
+    interval is 5 s."""
+    world = World(delay_s, jitter_s, seed)
+    sent_at: list[float] = []
+    send = world.send
+    world.send = lambda end, frame: (sent_at.append(world.now), send(end, frame))[1]  # type: ignore[func-returns-value, method-assign]
+    world.run(300.0)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(sent_at)]
+    # Nothing but the keepalive's own frames moves; a Ping follows its Pong within the interval.
+    assert max(gaps) <= INTERVAL_S + 2 * (delay_s + jitter_s) + 1e-6
+    assert sent_at[-1] > 290.0

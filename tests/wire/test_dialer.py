@@ -33,6 +33,14 @@ def test_pauses_grow_to_a_bound_and_are_spread(seed: int, num_failures: int) -> 
     assert backoff.num_failures == num_failures + 1
 
 
+def test_c080_a_relay_that_is_away_for_ten_minutes_costs_a_few_attempts_and_lines_of_log() -> None:
+    backoff, rng, away_s, num_attempts = Backoff(), random.Random(1), 0.0, 0
+    while away_s < 600:
+        away_s += backoff.pause_s(rng)
+        num_attempts += 1
+    assert num_attempts <= 40
+
+
 def test_only_a_link_that_stood_resets_the_growth() -> None:
     backoff = Backoff(stable_s=30.0, num_failures=5)
     backoff.on_link_ended(29.0)

@@ -74,7 +74,7 @@ async def test_c072_nothing_waits_for_a_full_segment_on_either_end(
         assert nodelay(link) == nodelay(relay.links[0]) == 1
 
 
-async def test_no_compression_and_no_keepalive_of_the_librarys_own(
+async def test_c075_no_compression_and_no_keepalive_of_the_librarys_own(
     relay: RelayDouble, secret: str, hello: Hello
 ) -> None:
     link = await dial(relay.url, secret=secret, hello=hello)
@@ -164,7 +164,7 @@ async def test_a_pong_brings_the_next_ping_forward(relay: RelayDouble, secret: s
             await pings.get()
 
 
-async def test_an_oversize_frame_is_our_side_closing(relay: RelayDouble, secret: str, hello: Hello) -> None:
+async def test_c032_an_oversize_frame_is_our_side_closing(relay: RelayDouble, secret: str, hello: Hello) -> None:
     link = await dial(relay.url, secret=secret, hello=hello)
     async with running(link) as (_, task):
         link.send(b" " * (MAX_FRAME_BYTES + 1))

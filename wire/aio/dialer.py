@@ -8,11 +8,13 @@ import random
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from wire.aio.link import Link, dial, without_secrets
 from wire.errors import LinkLost, QueueFull
 from wire.messages import Hello
+from wire.settings import read_secret_file
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +61,14 @@ async def keep_linked(
     secret: str,
     hello: Hello,
     ssl_context: ssl.SSLContext | None,
+    secret_file: Path | None = None,
     on_first_link: Callable[[], None] = lambda: None,
     rng: random.Random | None = None,
 ) -> None:
     """Run for ever; raises when the relay turns us away for good.
+
+    Args:
+        secret_file: read again before each link but the first, so that the secret can be changed without a restart.
 
     Raises:
         Refused, PeerMismatch, VersionMismatch: trying again as we are would not help.
@@ -73,6 +79,11 @@ async def keep_linked(
     rng = rng or random.Random()
     was_up = False
     while True:
+        if secret_file is not None and was_up:
+            try:
+                secret = await asyncio.to_thread(read_secret_file, secret_file)
+            except (OSError, UnicodeDecodeError) as exc:
+                log.warning("the secret file cannot be read, the last secret is used: %s", type(exc).__name__)
         try:
             link = await dial(url, secret=secret, hello=hello, ssl_context=ssl_context)
         except LinkLost as exc:

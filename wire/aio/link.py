@@ -1,30 +1,31 @@
 """A WebSocket link: the sans-IO `Connection` over the websockets library.
 
 Reader, writer and keepalive of a link are one task group; when one of them ends, all do, and `run` raises why. Frames
-go out through a bounded queue: `send` never waits, and says when the queue is full.
+go out through a bounded queue: `send` never waits, and says when the queue is full. What is queued in one turn of the
+event loop leaves in one write; the writer task has work only when the socket takes no more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus, InvalidURI
+from websockets.protocol import State as WebSocketState
 
+from wire.aio.causes import closed_by, first
+from wire.aio.sockets import CLOSE_TIMEOUT_S, QUIET, WebSocket, link_options, set_nodelay, text_header
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
-from wire.errors import LinkLost, ProtocolError, QueueFull, Refused, WireError
-from wire.messages import MAX_FRAME_BYTES, Hello, Message, Welcome
+from wire.errors import LinkLost, ProtocolError, QueueFull, Refused
+from wire.messages import Hello, Message, Welcome
 
-WebSocket = ClientConnection | ServerConnection
 OnFrame = Callable[[str, str | None, bytes, float], None]
 """Called with type, session, frame and time of arrival."""
 OnWrite = Callable[[bytes, float, float], bytes]
@@ -32,27 +33,12 @@ OnWrite = Callable[[bytes, float, float], bytes]
 OnMalformed = Callable[[ProtocolError, float], None]
 """Called with what is wrong with a frame, and its time of arrival; the link goes on."""
 
-CLOSE_TIMEOUT_S = 1.0
+MAX_WRITE_BYTES = 128 << 10
+"""Handed to the socket at once; more waits a turn of the loop, so that one link does not hold up the others."""
+MAX_UNSENT_BYTES = 32 << 10
+"""Bytes in the transport's own buffer from which on the socket counts as full."""
 ADDRESS_HELP = "the relay's address must be ws://HOST:PORT or wss://HOST:PORT"
 log = logging.getLogger(__name__)
-
-
-def link_options() -> dict[str, Any]:
-    """Settings that all hops share: one size limit, no compression (frames are tiny), our own keepalive."""
-    return {
-        "compression": None,
-        "max_size": MAX_FRAME_BYTES,
-        "max_queue": 16,
-        "ping_interval": None,
-        "close_timeout": CLOSE_TIMEOUT_S,
-    }
-
-
-def set_nodelay(websocket: WebSocket) -> None:
-    """Frames are small and urgent; waiting to fill a segment costs a delayed acknowledgement, about 40 ms."""
-    sock: socket.socket | None = websocket.transport.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class Link:
@@ -62,6 +48,10 @@ class Link:
         max_queued_frames, max_queued_bytes: bounds of the outgoing queue.
         on_write: see `OnWrite`.
         on_malformed: see `OnMalformed`; without it a malformed frame ends the link.
+        pace: called with the size of each frame read and the time; says how many seconds not to read.
+
+    Attributes:
+        num_read, num_written, bytes_read, bytes_written: frames and their sizes so far.
     """
 
     def __init__(
@@ -73,6 +63,7 @@ class Link:
         max_queued_bytes: int = 8 << 20,
         on_write: OnWrite | None = None,
         on_malformed: OnMalformed | None = None,
+        pace: Callable[[int, float], float] | None = None,
     ) -> None:
         self.websocket = websocket
         self.connection = connection
@@ -81,13 +72,21 @@ class Link:
         self.queued_bytes = 0
         self._on_write = on_write
         self._on_malformed = on_malformed
+        self.pace = pace
+        self.num_read = self.num_written = 0
+        self.bytes_read = self.bytes_written = 0
         self._queue: deque[tuple[bytes, float]] = deque()
-        self._queued = asyncio.Event()
+        self._flushing: asyncio.Handle | None = None
+        self._running = False
+        self._full = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
         self._rearm = asyncio.Event()
         self._timer_at: float | None = None
+        self._loop = asyncio.get_running_loop()
         self._closing: str | None = None
+        # A client's frames are masked, which is the library's business; a server's are the frame behind its length.
+        self._masks = not isinstance(websocket, ServerConnection) or bool(websocket.protocol.extensions)
         set_nodelay(websocket)
 
     @property
@@ -113,7 +112,7 @@ class Link:
                 f"{len(self._queue)} frames ({self.queued_bytes} bytes) wait already; the limits are "
                 f"{self.max_queued_frames} frames and {self.max_queued_bytes} bytes"
             )
-        self._put(frame, asyncio.get_running_loop().time() if now is None else now)
+        self._put(frame, self._loop.time() if now is None else now)
 
     async def handshake(self) -> Opened | PeerHello:
         """Exchange frames until the peer is known: its Hello for an acceptor, the Welcome for a dialer.
@@ -155,6 +154,8 @@ class Link:
             LinkLost: with the cause: the peer was silent, closed with a code, or we closed.
             ProtocolError: the peer sent a malformed frame.
         """
+        self._running = True
+        self._flush_soon()
         try:
             # In a task of its own: a failing task group cancels its parent, and that must not look like our end.
             await asyncio.create_task(self._carry(on_frame), name="link")
@@ -169,6 +170,7 @@ class Link:
                 raise LinkLost(self._closing or closed_by(cause)) from cause
             raise cause from None
         finally:
+            self._running = False
             self._drained.set()
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
@@ -204,6 +206,13 @@ class Link:
         while True:
             frame = await self.websocket.recv(decode=False)
             now = loop.time()
+            self.num_read += 1
+            self.bytes_read += len(frame)
+            if self.pace is not None:
+                wait_s = self.pace(len(frame), now)
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                    now = loop.time()
             try:
                 events = self.connection.receive(frame, now)
             except ProtocolError as exc:
@@ -214,24 +223,57 @@ class Link:
             for event in events:
                 if isinstance(event, Received):
                     on_frame(event.type, event.session, event.frame, now)
-            self._put_own(now)
+            if self.connection.has_frames_to_send:
+                self._put_own(now)
             # A frame that only puts the timer off need not wake its task: it looks again when the old time has come.
             timer_at = self.connection.next_timer()
             if timer_at is not None and self._timer_at is not None and timer_at < self._timer_at:
                 self._rearm.set()
 
     async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
+        """Go on where the socket took no more, when it does again."""
         while True:
-            await self._queued.wait()
-            while self._queue:
-                frame, queued_at = self._queue.popleft()
-                self.queued_bytes -= len(frame)
-                if self._on_write is not None:
-                    frame = self._on_write(frame, queued_at, loop.time())
-                await self.websocket.send(frame, text=True)
-            self._queued.clear()
+            await self._full.wait()
+            # The library's way to wait for room in the socket; raises when the link is over.
+            async with self.websocket.send_context():
+                pass
+            self._full.clear()
+            self._write_queued()
+
+    def _write_queued(self) -> None:
+        """Hand what is queued to the socket, as far as it takes it."""
+        self._flushing = None
+        protocol, transport = self.websocket.protocol, self.websocket.transport
+        if not self._queue:
             self._drained.set()
+            return
+        if not self._running or self._full.is_set() or protocol.state is not WebSocketState.OPEN:
+            return
+        now, num_bytes = self._loop.time(), 0
+        parts: list[bytes] = []
+        while self._queue and num_bytes < MAX_WRITE_BYTES:
+            frame, queued_at = self._queue.popleft()
+            self.queued_bytes -= len(frame)
+            if self._on_write is not None:
+                frame = self._on_write(frame, queued_at, now)
+            if self._masks:
+                protocol.send_text(frame)
+            else:
+                parts += (text_header(len(frame)), frame)
+            num_bytes += len(frame)
+            self.num_written += 1
+        self.bytes_written += num_bytes
+        transport.write(b"".join(parts or protocol.data_to_send()))
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._full.set()
+        elif self._queue:
+            self._flush_soon()
+        else:
+            self._drained.set()
+
+    def _flush_soon(self) -> None:
+        if self._flushing is None:
+            self._flushing = self._loop.call_soon(self._write_queued)
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
@@ -255,7 +297,7 @@ class Link:
         self._queue.append((frame, now))
         self.queued_bytes += len(frame)
         self._drained.clear()
-        self._queued.set()
+        self._flush_soon()
 
     def _put_own(self, now: float) -> None:
         """Frames of the machine itself go in front: a Pong behind a megabyte of answers would be late."""
@@ -266,7 +308,7 @@ class Link:
             self._queue.appendleft((frame, now))
             self.queued_bytes += len(frame)
             self._drained.clear()
-            self._queued.set()
+            self._flush_soon()
 
     async def _write_own(self) -> None:
         for frame in self.connection.frames_to_send():
@@ -308,6 +350,7 @@ async def dial(
             additional_headers={"Authorization": f"Bearer {secret}"},
             open_timeout=open_timeout_s,
             proxy=proxy,
+            logger=QUIET,
             **options,
         )
     except InvalidURI as exc:
@@ -339,25 +382,3 @@ def without_secrets(url: str) -> str | None:
     except ValueError:
         return None
     return None if "@" in parts.netloc else urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-
-
-def closed_by(exc: ConnectionClosed) -> str:
-    """Who closed a WebSocket, with what words: whose close frame came first decides."""
-    if exc.rcvd is not None and exc.rcvd_then_sent is not False:
-        return f"closed by the peer with code {exc.rcvd.code} ({exc.rcvd.reason or 'no reason given'})"
-    if exc.sent is not None:
-        return f"closed by us with code {exc.sent.code} ({exc.sent.reason or 'no reason given'})"
-    return f"the connection was cut ({exc.__cause__ or 'end of stream'})"
-
-
-def first(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The first leaf of an exception group, one of ours before those of the library."""
-    leaves: list[BaseException] = []
-    waiting: list[BaseException] = [group]
-    while waiting:
-        exc = waiting.pop(0)
-        if isinstance(exc, BaseExceptionGroup):
-            waiting = [*exc.exceptions, *waiting]
-        else:
-            leaves.append(exc)
-    return next((leaf for leaf in leaves if isinstance(leaf, WireError)), leaves[0])

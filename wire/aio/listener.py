@@ -1,31 +1,47 @@
-"""The accepting end of links: listens, checks the shared secret at the upgrade, hands each WebSocket on.
+"""The accepting end of links: listens, checks the secret at the upgrade, hands each WebSocket on.
 
 Nothing is kept of a peer before its secret is found right. The secret travels in the Authorization header only: what
-stands in a URL ends up in logs.
+stands in a URL ends up in logs. Requests that are no upgrade may get a page: health, metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
+import ssl
+import weakref
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
-from wire.aio.link import CLOSE_TIMEOUT_S, link_options
+from wire.aio.quiet import RateLimited
+from wire.aio.sockets import CLOSE_TIMEOUT_S, QUIET, link_options
 from wire.errors import ListenFailed
 
 log = logging.getLogger(__name__)
-# The library tells of failed handshakes with tracebacks, and of headers at its debug level; both are told here instead.
-_quiet = logging.getLogger("websockets.foredraft")
-_quiet.setLevel(logging.CRITICAL)
+OnWebSocket = Callable[[ServerConnection, object], Awaitable[None]]
+"""Called in a task of its own for each peer that is authenticated, with what `Authenticate` made of its secret; the
+WebSocket is closed when it returns."""
+Authenticate = Callable[[str], object | None]
+"""Who comes with this secret; None for nobody. Must take as long for a wrong secret as for a right one."""
+NO_SECRET = "-"
 
-OnWebSocket = Callable[[ServerConnection], Awaitable[None]]
-"""Called in a task of its own for each peer that is authenticated; the WebSocket is closed when it returns."""
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer to a request over plain HTTP."""
+
+    body: str
+    status: int = 200
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Pages = Callable[[str, object | None], Page | None]
+"""The page at a path, for whom the request's secret shows (None: nobody); None where there is no such page."""
 
 
 class Listener:
@@ -33,13 +49,27 @@ class Listener:
 
     Args:
         open_timeout_s: how long a peer may take for its HTTP upgrade.
+        pages: see `Pages`.
+        ssl_context: for wss://.
     """
 
-    def __init__(self, on_websocket: OnWebSocket, *, secret: str, open_timeout_s: float) -> None:
+    def __init__(
+        self,
+        on_websocket: OnWebSocket,
+        *,
+        authenticate: Authenticate,
+        open_timeout_s: float,
+        pages: Pages = lambda path, identity: None,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
         self._on_websocket = on_websocket
-        self._secret = secret.encode()
+        self._authenticate = authenticate
         self._open_timeout_s = open_timeout_s
+        self._pages = pages
+        self._ssl_context = ssl_context
         self._server: Server | None = None
+        self._identities: weakref.WeakKeyDictionary[ServerConnection, object] = weakref.WeakKeyDictionary()
+        self._refusals = RateLimited(log, logging.WARNING)
         self.refusing = False
         """Turn everybody away, with 503: we are about to end."""
 
@@ -51,13 +81,14 @@ class Listener:
         """
         try:
             self._server = await serve(
-                self._on_websocket,
+                lambda websocket: self._on_websocket(websocket, self._identities[websocket]),
                 host,
                 port,
-                process_request=self._authenticate,
+                process_request=self._process_request,
+                ssl=self._ssl_context,
                 open_timeout=self._open_timeout_s,
                 server_header=None,
-                logger=_quiet,
+                logger=QUIET,
                 **link_options(),
             )
         except OSError as exc:
@@ -78,15 +109,24 @@ class Listener:
         except TimeoutError:
             log.warning("some peers did not close in time; they are cut off")
 
-    def _authenticate(self, websocket: ServerConnection, request: Request) -> Response | None:
-        if self.refusing:
-            return websocket.respond(HTTPStatus.SERVICE_UNAVAILABLE, "shutting down\n")
+    def _process_request(self, websocket: ServerConnection, request: Request) -> Response | None:
         values = request.headers.get_all("Authorization")
         scheme, _, given = values[0].partition(" ") if len(values) == 1 else ("", "", "")
-        known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._secret)
-        if scheme.lower() == "bearer" and known:
+        identity = self._authenticate(given.strip() if scheme.lower() == "bearer" else NO_SECRET)
+        if "Upgrade" not in request.headers:
+            page = self._pages(request.path.partition("?")[0], identity)
+            if page is not None:
+                response = websocket.respond(HTTPStatus(page.status), page.body)
+                del response.headers["Content-Type"]
+                response.headers["Content-Type"] = page.content_type
+                return response
+        if self.refusing:
+            return websocket.respond(HTTPStatus.SERVICE_UNAVAILABLE, "shutting down\n")
+        if identity is not None:
+            self._identities[websocket] = identity
             return None
-        log.warning("< peer at %s refused: no secret, or a wrong one", websocket.remote_address)
+        host = websocket.remote_address[0] if websocket.remote_address else "somewhere"
+        self._refusals(str(host), "< peer at %s refused: no secret, or a wrong one", host)
         response = websocket.respond(HTTPStatus.UNAUTHORIZED, "Authorization: Bearer SECRET is required\n")
         response.headers["WWW-Authenticate"] = "Bearer"
         return response

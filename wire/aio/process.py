@@ -11,12 +11,17 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from wire.aio.dialer import LinkUser, keep_linked
+from wire.aio.health import StatusServer
+from wire.aio.spot import spot_notice
 from wire.errors import WireError
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
+from wire.metrics import Family
 from wire.settings import NodeConfig, ssl_context
 
 log = logging.getLogger(__name__)
 
+LEAVE_BEFORE_S = 10.0
+"""A spot instance's node is gone so long before its machine is."""
 EXIT_OK, EXIT_FAILURE, EXIT_INTERRUPTED = 0, 1, 130
 """A usage error exits with 2, by the argument parser."""
 
@@ -27,6 +32,10 @@ class Node(LinkUser, Protocol):
     async def feed_model(self) -> None: ...
 
     async def drain(self, grace_s: float, reason: str) -> None: ...
+
+    def unready(self) -> list[str]: ...
+
+    def families(self) -> list[Family]: ...
 
 
 def run_main(
@@ -87,20 +96,44 @@ async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role:
         capacity=config.slots,
         model=model,
     )
+    status = StatusServer(unhealthy=list, unready=node.unready, families=node.families)
+    status_port: dict[str, int] = {}
+    if config.status_port >= 0:
+        status_port["status_port"] = await status.listen(config.status_host, config.status_port)
     async with asyncio.TaskGroup() as tasks:
         link = keep_linked(
             node,
             url=config.relay,
             secret=config.secret,
+            secret_file=config.secret_file,
             hello=hello,
             ssl_context=ssl_context(config.relay, config.ca_file),
-            on_first_link=lambda: announce(model=model.name),
+            on_first_link=lambda: announce(model=model.name, **status_port),
         )
         running = [
             tasks.create_task(node.feed_model(), name="feed model"),
             tasks.create_task(link, name="relay link"),
+            tasks.create_task(status.serve(), name="status"),
         ]
-        await stop.wait()
-        await node.drain(config.grace_s, "the node was told to stop")
+        grace_s, reason = await told_to_stop(stop, config)
+        await node.drain(grace_s, reason)
         for task in running:
             task.cancel()
+
+
+async def told_to_stop(stop: asyncio.Event, config: NodeConfig) -> tuple[float, str]:
+    """Wait until the node must go; how long its sessions have, and why."""
+    if not config.spot_metadata:
+        await stop.wait()
+        return config.grace_s, "the node was told to stop"
+    async with asyncio.TaskGroup() as tasks:
+        stopped = tasks.create_task(stop.wait(), name="wait for a signal")
+        notice = tasks.create_task(spot_notice(config.spot_metadata, poll_s=config.spot_poll_s), name="spot notice")
+        await asyncio.wait([stopped, notice], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopped, notice):
+            task.cancel()
+    if not notice.done() or notice.cancelled():
+        return config.grace_s, "the node was told to stop"
+    left_s = notice.result()
+    log.warning("this spot instance goes in %.0f s: draining", left_s)
+    return max(0.0, left_s - LEAVE_BEFORE_S), f"its spot instance goes in {left_s:.0f} s"

@@ -10,6 +10,7 @@ from wire.aio.link import Link
 from wire.codec import decode
 from wire.errors import ProtocolError, QueueFull
 from wire.messages import Draining, Error, Message
+from wire.metrics import Family, gauge
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class NodeShell:
         self._idle.set()
         self._num_sessions = 0
         self._slot_calls: list[Callable[[], None]] = []
+        self.draining = False
 
     def on_link(self, link: Link) -> None:
         """A link to the relay is up."""
@@ -72,8 +74,24 @@ class NodeShell:
             self._idle.set()
         self.wake.set()
 
+    def unready(self) -> list[str]:
+        """Why no session would be served now."""
+        reasons = [] if self.link is not None else ["no link to the relay"]
+        return [*reasons, "the node is draining"] if self.draining else reasons
+
+    def families(self) -> list[Family]:
+        """The metrics that both nodes have; each adds its own."""
+        link = self.link
+        return [
+            gauge("foredraft_sessions", "Open sessions.", self._num_sessions),
+            gauge("foredraft_linked", "1 while there is a link to the relay.", link is not None),
+            gauge("foredraft_rtt_seconds", "Round trip to the relay.", (link.rtt_s or 0.0) if link else 0.0),
+            gauge("foredraft_queued_frames", "Frames that wait to be written.", link.num_queued if link else 0),
+        ]
+
     async def drain(self, grace_s: float, reason: str) -> None:
         """Take no new session and wait for the running ones, at most `grace_s`."""
+        self.draining = True
         self.send(Draining(grace_s=grace_s, reason=reason))
         try:
             async with asyncio.timeout(grace_s):

@@ -1,0 +1,217 @@
+"""The relay's books: who is connected, who serves which session, what is kept of it; and the moves in them.
+
+Each move changes the books and returns what the peers must be told. `relay/router.py` makes them, event by event.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from relay.actions import Action, DropReason, Forward, Send, SessionEnded, SessionMoved
+from relay.kept import KeptAnswer
+from relay.pairing import Peer, Session, choose_draft, choose_verify
+from wire.codec import decode, encode
+from wire.errors import ProtocolError
+from wire.messages import Cancel, Done, Error, OpenSession, Paired, Release, Serving, Tokenize
+
+MAX_REASON_CHARS = 1000
+KEEP_S = 30.0
+TAKEOVER_WAIT_S = 10.0
+MAX_KEPT_BYTES = 64 << 20
+CLIENT_DUE, VERIFY_DUE, MOVE_DUE = "client", "verify", "move"
+"""What a deadline is for: a client that is away, a session without a verify node, a node whose sessions move."""
+
+
+class Books:
+    """Peers and sessions of one relay.
+
+    Args:
+        keep_s: how long a session with a resume key outlives its client's link.
+        takeover_wait_s: how long a session waits for another verify node before its client is told.
+        max_kept_bytes: bound of all that is kept of requests and answers; a session beyond it is not kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep_s: float = KEEP_S,
+        takeover_wait_s: float = TAKEOVER_WAIT_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        self.keep_s = keep_s
+        self.takeover_wait_s = takeover_wait_s
+        self.max_kept_bytes = max_kept_bytes
+        self.peers: dict[str, Peer] = {}
+        self.sessions: dict[str, Session] = {}
+        self.drops: Counter[DropReason] = Counter()
+        self.deadlines: dict[tuple[str, str], float] = {}
+        self.kept_bytes = 0
+        self.num_opened = 0
+        self.num_moved = 0
+        self.num_resumed = 0
+
+    def nodes(self, role: str) -> list[Peer]:
+        """The connected nodes of one role."""
+        return [peer for peer in self.peers.values() if peer.hello.role == role]
+
+    def _begin(
+        self, client: Peer, request: OpenSession | Tokenize, frame: bytes, verify: Peer, now: float
+    ) -> list[Action]:
+        answer = request if isinstance(request, OpenSession) else None
+        session = Session(
+            id=request.session,
+            client=client.id,
+            verify=verify.id,
+            speculate=answer is not None and answer.speculate,
+            opened_at=now,
+            target=verify.model,
+            kept=KeptAnswer(frame, answer.committed if answer is not None else ()),
+            resume_key=answer.resume_key if answer is not None else "",
+        )
+        assert session.kept is not None
+        self.kept_bytes += session.kept.num_bytes
+        if self.kept_bytes > self.max_kept_bytes:
+            self._stop_keeping(session)
+        self.num_opened += 1
+        self.sessions[session.id] = session
+        client.sessions[session.id] = verify.sessions[session.id] = None
+        actions: list[Action] = [Forward(verify.id, frame)]
+        if session.resume_key:
+            keep_s = self.keep_s if session.kept is not None else 0.0
+            model = verify.model
+            serving = Serving(session=session.id, model=model.name, target=model.fingerprint, keep_s=keep_s)
+            actions.append(Send(client.id, serving))
+        return actions + self._pair(session)
+
+    def _keep(self, session: Session, frame: bytes) -> None:
+        """Keep a frame of the answer, if there is room; else the session can neither be resumed nor move."""
+        kept = session.kept
+        if kept is None:
+            return
+        before = kept.num_bytes
+        try:
+            kept.add(frame)
+        except ProtocolError:
+            self.kept_bytes += kept.num_bytes - before
+            self._stop_keeping(session)
+            return
+        self.kept_bytes += kept.num_bytes - before
+        if self.kept_bytes > self.max_kept_bytes:
+            self._stop_keeping(session)
+
+    def _stop_keeping(self, session: Session) -> None:
+        if session.kept is not None:
+            self.kept_bytes -= session.kept.num_bytes
+            session.kept = None
+            self.drops[DropReason.NOT_KEPT] += 1
+
+    def _move(self, session: Session, why: str, now: float) -> list[Action]:
+        session.lost = why
+        return [*self._leave_nodes(session, "moved to another verify node"), *self._take_over(session, now)]
+
+    def _take_over(self, session: Session, now: float) -> list[Action]:
+        """Have another verify node of the same model go on behind the committed tokens, or wait for one."""
+        if session.kept is None:
+            session.lost += "; what was committed took too much memory to be kept"
+            return self._give_up(session, now)
+        verify, _ = choose_verify("", session.target.fingerprint, self.nodes("verify"))
+        if verify is None:
+            self.deadlines[session.id, VERIFY_DUE] = now + self.takeover_wait_s
+            return []
+        self.deadlines.pop((session.id, VERIFY_DUE), None)
+        try:
+            opening = decode(session.kept.opening)
+            tokens = session.kept.tokens()
+            frame = session.kept.opening
+            if isinstance(opening, OpenSession):
+                frame = encode(replace(opening, committed=tokens))
+        except ProtocolError as exc:
+            session.lost += f"; the answer so far cannot be handed on: {exc}"
+            return self._give_up(session, now)
+        session.verify = verify.id
+        verify.sessions[session.id] = None
+        self.num_moved += 1
+        return [SessionMoved(session.id, str(verify), len(tokens)), Forward(verify.id, frame), *self._pair(session)]
+
+    def _give_up(self, session: Session, now: float) -> list[Action]:
+        """No verify node goes on with the session."""
+        self.drops[DropReason.VERIFY_LOST] += 1
+        error = Error(session=session.id, code="verify_lost", message=session.lost[:MAX_REASON_CHARS])
+        return self._finish(session, encode(error), "verify node lost", now)
+
+    def _finish(self, session: Session, frame: bytes, reason: str, now: float) -> list[Action]:
+        """The answer is over and this frame says so; a client that is away may still come for it."""
+        actions = self._leave_nodes(session, reason)
+        if session.client is None:
+            session.last = frame
+            return actions
+        return [Forward(session.client, frame), *actions, *self._end(session, reason, now)]
+
+    def _abandon(self, session: Session, reason: str, now: float) -> list[Action]:
+        """Nobody wants the answer any more."""
+        actions: list[Action] = []
+        if session.verify is not None:
+            actions.append(Send(session.verify, Cancel(session=session.id, reason="client gone")))
+        return [*actions, *self._end(session, reason, now)]
+
+    def _cancelled(self, session: Session, now: float) -> list[Action]:
+        """The client does not want an answer that nobody is working on."""
+        num_tokens = len(session.kept.tokens()) if session.kept is not None else 0
+        done = Done(
+            session=session.id, finish_reason="cancelled", prompt_tokens=0, completion_tokens=num_tokens
+        )  # fmt: skip
+        return self._finish(session, encode(done), "cancelled", now)
+
+    def _leave_nodes(self, session: Session, reason: str) -> list[Action]:
+        """No node has a part in the session any more; its draft node is told, its verify node knows."""
+        self.deadlines.pop((session.id, VERIFY_DUE), None)
+        if session.verify in self.peers:
+            del self.peers[session.verify].sessions[session.id]
+        session.verify = None
+        if session.draft is None:
+            return []
+        return [Send(self._unpair(session), Release(session=session.id, reason=reason))]
+
+    def _end(self, session: Session, reason: str, now: float) -> list[Action]:
+        """Forget a session and free it at the draft node; whoever calls then pairs what waits for the room."""
+        actions = self._leave_nodes(session, reason)
+        del self.sessions[session.id]
+        self.deadlines.pop((session.id, CLIENT_DUE), None)
+        if session.kept is not None:
+            self.kept_bytes -= session.kept.num_bytes
+        if session.client in self.peers:
+            del self.peers[session.client].sessions[session.id]
+        return [*actions, SessionEnded(session.id, reason, now - session.opened_at)]
+
+    def _pair_waiting(self) -> list[Action]:
+        """Pair what waits for a draft node, the oldest session first."""
+        if not any(draft.has_room for draft in self.nodes("draft")):
+            return []
+        return [action for session in self.sessions.values() for action in self._pair(session)]
+
+    def _pair(self, session: Session) -> list[Action]:
+        if not session.speculate or session.draft is not None or session.verify is None:
+            return []
+        draft = choose_draft(session, self.nodes("draft"))
+        if draft is None:
+            return []
+        session.draft = draft.id
+        session.epoch += 1
+        draft.sessions[session.id] = None
+        return [Send(session.verify, Paired(session=session.id, epoch=session.epoch, draft=draft.hello.name))]
+
+    def _unpair(self, session: Session) -> str:
+        draft = session.draft
+        assert draft is not None
+        del self.peers[draft].sessions[session.id]
+        session.draft = None
+        return draft
+
+    def _drop(self, reason: DropReason) -> list[Action]:
+        self.drops[reason] += 1
+        return []
+
+    def _fail(self, client: Peer, session_id: str, drop: DropReason, code: str, message: str) -> list[Action]:
+        self.drops[drop] += 1
+        return [Send(client.id, Error(session=session_id, code=code, message=message[:MAX_REASON_CHARS]))]
