@@ -3,6 +3,7 @@
     POST /v1/chat/completions, /v1/completions    whole, or as server-sent events
     GET  /v1/models                               the models of the connected verify nodes
     POST /tokenize, /detokenize                   answered by a verify node
+    GET  /healthz, /readyz, /metrics              as on the relay's other port; metrics for an admin's secret
     GET  /status/                                 the status page, see `api_page`
 
 Requests become sessions of the relay, as a streaming client's do (`api_sessions`). When an HTTP client goes away its
@@ -40,6 +41,7 @@ from relay.api_stream import COMMENT, END, SILENCE_S, STREAM_IS_OPEN, event, ope
 from relay.credentials import Credential
 from relay.errors import RequestFailed
 from relay.server import RelayServer
+from relay.status import page
 from wire.errors import ListenFailed, WireError
 from wire.messages import MAX_FRAME_BYTES, Done, OpenSession, TextDelta, Tokenize, Tokenized
 
@@ -75,6 +77,7 @@ class Gateway:
                 web.get("/v1/models/{model:.+}", self._model),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
+                *(web.get(path, self._health) for path in ("/healthz", "/readyz", "/metrics")),
             ]
         )
         self.app.add_routes(StatusPage(StatusBoard(server), self.access).routes())
@@ -179,6 +182,13 @@ class Gateway:
             await response.write(END)
         await response.write_eof()
         return response
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """The relay's own pages, the same as on its other port."""
+        is_admin = self.access.has(request.headers.get("Authorization"), "admin")
+        shown = page(self.server, request.path, may_see_metrics=is_admin)
+        assert shown is not None, "these paths have pages"
+        return web.Response(text=shown.body, status=shown.status, headers={"Content-Type": shown.content_type})
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": self._served()})

@@ -35,3 +35,11 @@ class HttpAccess:
             text = f"credential {credential.name} is for {', '.join(credential.roles)}, not for this"
             raise ApiError(403, text, code="not_allowed")
         return credential
+
+    def has(self, header: str | None, *roles: str) -> bool:
+        """Whether `credential` would find one."""
+        try:
+            self.credential(header, *roles)
+        except ApiError:
+            return False
+        return True

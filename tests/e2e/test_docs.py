@@ -48,6 +48,7 @@ class Reader:
     def __init__(self, folder: Path, models: dict[str, Path]) -> None:
         self.parts = Parts(folder, SECRET)
         self.folder = folder
+        self.started: set[str] = set()
         self.replaced = {
             "Qwen/Qwen2.5-7B-Instruct": str(models["target"]),
             "Qwen/Qwen2.5-0.5B-Instruct": str(models["drafter"]),
@@ -56,6 +57,7 @@ class Reader:
             "0.0.0.0": "127.0.0.1",
             "--port 8765": "--port 0",
             "--http-port 8766": "--http-port 0",
+            "credentials.toml": str(folder / "credentials.toml"),
         }
         self.environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "FOREDRAFT_SECRET": SECRET}
         commands = folder / "bin"
@@ -74,8 +76,11 @@ class Reader:
     async def start(self, line: str) -> None:
         """Start a part, as its own process, and wait until it is ready."""
         name, *flags = shlex.split(self.typed(line))
+        # A second relay of a page is only seen to start; what follows is asked of the first.
+        is_first = name not in self.started
+        self.started.add(name)
         part = await self.parts.start(name.removeprefix("foredraft-"), [*MODULES[name], *flags])
-        if "http_port" in part.ready:
+        if is_first and "http_port" in part.ready:
             self.replaced |= {"127.0.0.1:8766": f"127.0.0.1:{part.ready['http_port']}",
                               "127.0.0.1:8765": f"127.0.0.1:{part.port}"}  # fmt: skip
 
@@ -95,6 +100,8 @@ class Reader:
         match language:
             case "sh background":
                 await self.start(text)
+            case "toml" if text.startswith("[[credential]]"):
+                (self.folder / "credentials.toml").write_text(text)
             case "sh":
                 return await self.run("bash", "-euo", "pipefail", "-c", self.typed(text))
             case "sh secret":

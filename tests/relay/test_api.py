@@ -302,3 +302,20 @@ async def test_a_bug_of_ours_is_told_without_its_details(
     assert (status, body["error"]["code"]) == (500, "internal_error")
     assert "in the works" not in body["error"]["message"]
     assert "in the works" in caplog.text
+
+
+async def test_health_needs_no_secret_and_metrics_that_of_an_admin(http: Http, relay: Any) -> None:
+    async def get(path: str, secret: str = "") -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with http.session.get(http.url + path, headers=headers) as response:
+            return response.status, await response.text()
+
+    assert (await get("/healthz"))[0] == 200
+    status, reason = await get("/readyz")
+    assert (status, "no verify node is connected" in reason) == (503, True)
+    await relay.join("verify")
+    assert (await get("/readyz"))[0] == 200
+    assert (await get("/metrics", relay.secret))[0] == 401
+    status, metrics = await get("/metrics", ADMIN)
+    assert status == 200
+    assert 'foredraft_peers{role="verify"} 1' in metrics
