@@ -19,6 +19,11 @@ class Slots(Generic[S]):
         self.num_slots = num_slots
         self._sessions: dict[int, S] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Slots in use."""
+        return len(self._sessions)
+
     def check_free(self, slot: int) -> None:
         """Raise `CacheError` if a session cannot be opened here."""
         if not 0 <= slot < self.num_slots:

@@ -1,8 +1,8 @@
 #!/usr/bin/python3
 """systemctl for a root without systemd: what the boot script asks of it, by the words of the unit files.
 
-`enable --now A B` runs, for each service in order, its ExecStartPre as root and then its ExecStart in the background, as
-its User, with its environment and its log file. Timers are noted. The root's own Python runs it.
+`enable --now A B` runs, for each service in order, its ExecStartPre as root and then its ExecStart in the background,
+as its User, with its environment and its log file. Timers are noted. The root's own Python runs it.
 """
 
 import grp
