@@ -12,13 +12,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 # The newest transformers that pyproject.toml declares; constraints.txt has the oldest, which `make test` runs with.
 NEWEST_TRANSFORMERS := 5.24.0
 
-.PHONY: help setup demo test check check-transformers clean
+.PHONY: help setup demo test check check-transformers bench clean
 
 help:
 	@echo "make setup    create $(VENV) and install everything (once)"
 	@echo "make demo     run the pipeline on this machine with an emulated 86 ms round trip"
 	@echo "make test     run the tests"
 	@echo "make check    formatting, lint and types"
+	@echo "make bench    every schedule at every round trip (about 40 minutes; needs two quiet cores)"
 	@echo "make check-transformers    the engine's tests against the newest transformers we declare"
 	@echo "make clean    remove $(VENV) and caches (not the model cache)"
 
@@ -50,6 +51,10 @@ check: setup
 
 check-transformers: setup
 	PYTHON=$(BIN)/python scripts/check_transformers.sh $(NEWEST_TRANSFORMERS)
+
+bench: setup
+	@$(PIP_INSTALL) -q -e '.[bench]'
+	$(BIN)/python scripts/bench.py --results docs/results/bench.json $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) .setup-stamp .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -36,6 +36,10 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < EOS).decode("utf-8", "replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        """The byte itself, nothing for the end."""
+        return bytes([token]) if token < EOS else b""
+
     def decode_stream(self, prompt_ids: Sequence[int]) -> ByteStream:
         """Incremental decoding of what follows the prompt."""
         stream = ByteStream()

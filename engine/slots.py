@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from engine.errors import CacheError, EngineError
+from engine.errors import CacheError, EngineError, is_of_all
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -18,6 +18,11 @@ class Slots(Generic[S]):
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._sessions: dict[int, S] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Slots in use."""
+        return len(self._sessions)
 
     def check_free(self, slot: int) -> None:
         """Raise `CacheError` if a session cannot be opened here."""
@@ -57,5 +62,7 @@ def one_by_one(requests: Sequence[R], run: Callable[[R], T]) -> list[T | Excepti
         try:
             results.append(run(request))
         except EngineError as exc:
+            if is_of_all(exc):
+                raise
             results.append(exc)
     return results

@@ -11,13 +11,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.hf import first_line, load_tokenizer
+from engine.hf_load import first_line, load_tokenizer
 
 MAX_PENDING = 64
 """Ids held back while their text is no valid character; past that they are shown as they decode."""
 MIN_CONTEXT = 8
 """Ids already shown that are decoded again as the context of the next."""
 REPLACEMENT = "\ufffd"
+_SPACE_MARK = "\u2581"
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level vocabularies spell bytes (GPT-2): printable ones spell themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_letters()
 
 
 class DecodeStream(Protocol):
@@ -49,6 +61,8 @@ class TextCodec(Protocol):
 
     def decode_stream(self, prompt_ids: Sequence[int]) -> DecodeStream: ...
 
+    def token_bytes(self, token: int) -> bytes: ...
+
 
 def fingerprint_vocab(vocab: Mapping[str, int], special_ids: Mapping[str, object], special: Sequence[int]) -> str:
     """SHA-256, in hex, over the id-to-token map in order of ids, the named special ids, and which ids are special."""
@@ -73,6 +87,7 @@ class Tokenizer:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special = {token.content: index for index, token in added.items() if token.special}
         self._special_ids = frozenset(self._special.values())
         self._special_pattern = re.compile(
@@ -80,13 +95,13 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
+    def load(cls, directory: Path, *, trust_remote_code: bool = False) -> Tokenizer:
         """Load from a checkpoint directory.
 
         Raises:
             CheckpointError: there is no fast tokenizer.
         """
-        return cls(load_tokenizer(directory))
+        return cls(load_tokenizer(directory, trust_remote_code=trust_remote_code))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -160,6 +175,23 @@ class Tokenizer:
         """Incremental decoding of what follows the prompt: deltas joined are decode(prompt + answer) less
         decode(prompt)."""
         return _WindowStream(self, prompt_ids, self._special_ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """A token's own bytes, those of a special token being the letters of its name; empty for an unused id."""
+        content: str | None = self._backend.id_to_token(token)
+        if content is None:
+            return b""
+        if token in self._added_ids:
+            return content.encode()
+        if self._is_byte_level and all(letter in _BYTE_OF_LETTER for letter in content):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in content)
+        if match := _BYTE_TOKEN.fullmatch(content):
+            return bytes([int(match[1], 16)])
+        return content.replace(_SPACE_MARK, " ").encode("utf-8", "replace")
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return "ByteLevel" in str(self._backend.decoder)
 
     @cached_property
     def _plain(self) -> Any:

@@ -45,7 +45,7 @@ def take_candidates(session: Session, message: Candidates, *, vocab_size: int, n
     if not session.drafting or session.tree is None or message.epoch != session.epoch:
         session.stats.num_stale += len(message.tokens)
         return []
-    session.frames.append(ReceivedFrame(message.frame, now, message.relay_s))
+    session.frames.append(ReceivedFrame(message.frame, now, message.relay_s, message.draft_s, message.overhead_s))
     for i, (parent, token, score) in enumerate(zip(message.parents, message.tokens, message.scores, strict=True)):
         try:
             if token >= vocab_size:
@@ -92,15 +92,15 @@ def acceptance(
     rounds = []
     while session.frames and session.frames[0].arrived_at <= began_at:
         frame = session.frames.popleft()
-        rounds.append(
-            RoundTiming(
-                frame=frame.frame,
-                relay_s=frame.relay_s,
-                queue_s=began_at - frame.arrived_at,
-                verify_s=result.compute_s,
-                overhead_s=max(0.0, now - began_at - result.compute_s),
-            )
+        timing = RoundTiming(
+            frame=frame.frame,
+            relay_s=frame.relay_s,
+            queue_s=began_at - frame.arrived_at,
+            verify_s=result.compute_s,
+            overhead_s=max(0.0, now - began_at - result.compute_s),
         )
+        session.rounds.add(frame, timing, hop_rtt_s)
+        rounds.append(timing)
     orphan_frame, session.orphan_frame = session.orphan_frame, -1
     return Acceptance(
         session=session.id,

@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from engine.errors import is_of_all
 from engine.executor import ModelExecutor
 from engine.runner import TargetRunner
-from node_verify.requests import Request, RequestRefused, make_request
+from node_verify.requests import Request, RequestRefused, check_ids, make_request
 from node_verify.scheduler import VerifyScheduler
-from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work
-from node_verify.text import AnswerText, DecodeStream, answer_text
+from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work, work_slot
+from node_verify.text import AnswerText, DecodeStream, answer_text, spelled
 from speculation.passes import VerifyResult
-from wire.aio.shell import NodeShell
+from wire.aio.shell import NodeShell, SlotCall
 from wire.aio.trace import TraceWriter
-from wire.messages import Cancel, ChatMessage, Error, OpenSession
+from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, Tokenize, Tokenized
 from wire.metrics import Family, counter, gauge, labelled
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
 
     def decode_stream(self, prompt_ids: list[int]) -> DecodeStream: ...
 
@@ -98,6 +103,10 @@ class VerifyNode(NodeShell):
                 task = asyncio.create_task(self._open(message), name=f"open {message.session}")
                 self._opening.add(task)
                 task.add_done_callback(self._opening.discard)
+        elif isinstance(message, Tokenize):
+            task = asyncio.create_task(self._tokenize(message), name=f"tokenize {message.session}")
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
         else:
             self._perform(self.scheduler.on_message(message, now))
 
@@ -141,13 +150,22 @@ class VerifyNode(NodeShell):
             ),
         ]
 
-    def _run(self, calls: list[Callable[[], None]], work: Work) -> VerifyResult | Exception | None:
-        """In the model's thread: open and free slots, then do the work."""
+    def _run(self, calls: list[SlotCall], work: Work) -> VerifyResult | Exception | None:
+        """In the model's thread: open and free slots, then do the work. A failure is its session's, if it can be."""
         self.call_all(calls)
-        if isinstance(work, Prefill):
-            self.runner.prefill(work.slot, work.start, work.end)
-            return None
-        return self.runner.verify([work.request])[0]
+        failure = self.failure(work_slot(work))
+        if failure is not None:
+            return failure
+        try:
+            if isinstance(work, Prefill):
+                self.runner.prefill(work.slot, work.start, work.end)
+                return None
+            return self.runner.verify([work.request])[0]
+        except Exception as exc:
+            if is_of_all(exc):
+                raise
+            log.exception("session %s: the target failed", work.session)
+            return exc
 
     async def _open(self, message: OpenSession) -> None:
         """Tokenize off the loop, then tell the scheduler."""
@@ -169,7 +187,21 @@ class VerifyNode(NodeShell):
         else:
             self._perform(self.scheduler.on_request(message.session, request, text, self.now()))
 
-    def _encode(self, message: OpenSession) -> list[int]:
+    async def _tokenize(self, message: Tokenize) -> None:
+        """Answer with ids and text; no slot and no model is needed for it."""
+        try:
+            tokens = await asyncio.to_thread(self._encode, message)
+            check_ids("tokens", tokens, self.vocab_size)
+            text = await asyncio.to_thread(self.tokenizer.decode, tokens)
+            length = min(self.context_length, self.runner.max_length)
+            self.send(Tokenized(session=message.session, tokens=tuple(tokens), text=text, context_length=length))
+        except RequestRefused as exc:
+            self.send(Error(session=message.session, code=exc.code, message=str(exc)))
+        except Exception as exc:
+            log.exception("session %s: could not be tokenized", message.session)
+            self.send(Error(session=message.session, code="bad_request", message=f"{type(exc).__name__}: {exc}"))
+
+    def _encode(self, message: OpenSession | Tokenize) -> list[int]:
         if message.prompt_ids is not None:
             return list(message.prompt_ids)
         if message.prompt is not None:
@@ -184,7 +216,10 @@ class VerifyNode(NodeShell):
         for action in actions:
             match action:
                 case Send():
-                    self.send(action.message)
+                    message = action.message
+                    if isinstance(message, TextDelta) and message.logprobs is not None:
+                        message = replace(message, logprobs=spelled(message, self.tokenizer.token_bytes))
+                    self.send(message)
                 case OpenSlot(slot, sampling, tokens, num_prompt, stop_ids):
                     call = partial(
                         self.runner.open,
@@ -194,9 +229,9 @@ class VerifyNode(NodeShell):
                         num_prompt=num_prompt,
                         stop_ids=stop_ids,
                     )
-                    self.call_before_next_work(call)
+                    self.call_before_next_work(slot, call)
                 case CloseSlot(slot):
-                    self.call_before_next_work(partial(self.runner.close, slot))
+                    self.call_before_next_work(slot, partial(self.runner.close, slot))
                 case SessionEnded(session, reason, report):
                     log.info("session %s ended: %s", session, reason)
                     self._ended.update({"sessions": 1} | report)

@@ -43,6 +43,17 @@ class Request:
         return self.prompt_ids + self.committed
 
 
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """All ids must be in the vocabulary.
+
+    Raises:
+        RequestRefused: `bad_request`.
+    """
+    for i, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise RequestRefused("bad_request", f"{name}[{i}] must be in 0..{vocab_size - 1}, got {token}")
+
+
 def make_request(
     message: OpenSession,
     *,
@@ -74,12 +85,8 @@ def make_request(
             f"prompt has {len(prompt_ids)} tokens, the limit is {context_length - 1}: the context holds "
             f"{context_length} tokens of prompt and answer",
         )
-    for i, token in enumerate(prompt_ids):
-        if not 0 <= token < vocab_size:
-            raise RequestRefused("bad_request", f"prompt_ids[{i}] must be in 0..{vocab_size - 1}, got {token}")
-    for i, token in enumerate(message.committed):
-        if not 0 <= token < vocab_size:
-            raise RequestRefused("bad_request", f"committed[{i}] must be in 0..{vocab_size - 1}, got {token}")
+    check_ids("prompt_ids", prompt_ids, vocab_size)
+    check_ids("committed", message.committed, vocab_size)
     for key in message.sampling.logit_bias:
         if int(key) >= vocab_size:
             raise RequestRefused("bad_request", f"logit_bias must be keyed by ids in 0..{vocab_size - 1}, got {key}")

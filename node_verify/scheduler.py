@@ -364,13 +364,7 @@ class VerifyScheduler:
         request = session.request
         num_prompt = len(request.prompt_ids) if request else 0
         num_answer = session.tree.length - num_prompt if session.tree is not None else 0
-        report = session.stats.report() | {
-            "verify_compute_s": session.compute_s,
-            "verify_overhead_s": session.overhead_s,
-            "waited_for_slot_s": max(0.0, session.started_at - session.opened_at),
-            "first_token_s": (session.first_token_at or now) - session.opened_at,
-            "answer_s": now - session.opened_at,
-        }
+        report = session.report(now)
         actions = self._forget(session, now)
         if announce:
             done = Done(

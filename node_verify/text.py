@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from node_verify.requests import Request
+from wire.messages import TextDelta, TokenLogprob
 
 
 class DecodeStream(Protocol):
@@ -85,6 +86,18 @@ class AnswerText:
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
+
+
+def spelled(delta: TextDelta, token_bytes: Callable[[int], bytes]) -> tuple[TokenLogprob, ...]:
+    """The delta's log-probabilities with the bytes of their tokens."""
+    return tuple(
+        replace(
+            entry,
+            token_hex=token_bytes(token).hex(),
+            top_hex=tuple(token_bytes(top).hex() for top in entry.top_ids),
+        )
+        for token, entry in zip(delta.tokens, delta.logprobs or (), strict=True)
+    )
 
 
 def answer_text(request: Request, stream: DecodeStream) -> AnswerText:

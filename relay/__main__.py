@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from relay.config import RelayConfig
 from relay.credentials import CredentialsError
@@ -12,6 +13,22 @@ from wire.aio.process import EXIT_OK, announce, run_main, stop_on_signals
 from wire.aio.trace import TraceWriter
 from wire.settings import setup_logging
 
+if TYPE_CHECKING:
+    from relay.api import Gateway
+
+
+async def start_gateway(server: RelayServer) -> Gateway | None:
+    """The HTTP side, if it is asked for."""
+    config = server.config
+    if config.http_port is None:
+        return None
+    # Here, not above: a relay without an API need not hold aiohttp and pydantic, 40 MB, in memory.
+    from relay.api import Gateway
+
+    gateway = Gateway(server)
+    await gateway.start(config.http_host, config.http_port)
+    return gateway
+
 
 async def serve(config: RelayConfig) -> int:
     """Serve until SIGTERM; the exit code."""
@@ -19,10 +36,13 @@ async def serve(config: RelayConfig) -> int:
     trace = TraceWriter(config.trace)
     server = RelayServer(config, trace=trace)
     await server.start()
-    announce(port=server.port)
+    gateway = await start_gateway(server)
+    announce(port=server.port, http_port=gateway.port if gateway is not None else None)
     try:
         await server.serve(stop)
     finally:
+        if gateway is not None:
+            await gateway.close()
         trace.close()
     return EXIT_OK
 

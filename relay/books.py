@@ -13,7 +13,7 @@ from relay.kept import KeptAnswer
 from relay.pairing import Peer, Session, choose_draft, choose_verify
 from wire.codec import decode, encode
 from wire.errors import ProtocolError
-from wire.messages import Cancel, Done, Error, OpenSession, Paired, Release, Serving
+from wire.messages import Cancel, Done, Error, OpenSession, Paired, Release, Serving, Tokenize
 
 MAX_REASON_CHARS = 1000
 KEEP_S = 30.0
@@ -55,16 +55,19 @@ class Books:
         """The connected nodes of one role."""
         return [peer for peer in self.peers.values() if peer.hello.role == role]
 
-    def _begin(self, client: Peer, request: OpenSession, frame: bytes, verify: Peer, now: float) -> list[Action]:
+    def _begin(
+        self, client: Peer, request: OpenSession | Tokenize, frame: bytes, verify: Peer, now: float
+    ) -> list[Action]:
+        answer = request if isinstance(request, OpenSession) else None
         session = Session(
             id=request.session,
             client=client.id,
             verify=verify.id,
-            speculate=request.speculate,
+            speculate=answer is not None and answer.speculate,
             opened_at=now,
             target=verify.model,
-            kept=KeptAnswer(frame, request.committed),
-            resume_key=request.resume_key,
+            kept=KeptAnswer(frame, answer.committed if answer is not None else ()),
+            resume_key=answer.resume_key if answer is not None else "",
         )
         assert session.kept is not None
         self.kept_bytes += session.kept.num_bytes
@@ -74,7 +77,7 @@ class Books:
         self.sessions[session.id] = session
         client.sessions[session.id] = verify.sessions[session.id] = None
         actions: list[Action] = [Forward(verify.id, frame)]
-        if request.resume_key:
+        if session.resume_key:
             keep_s = self.keep_s if session.kept is not None else 0.0
             model = verify.model
             serving = Serving(session=session.id, model=model.name, target=model.fingerprint, keep_s=keep_s)
@@ -119,9 +122,10 @@ class Books:
         self.deadlines.pop((session.id, VERIFY_DUE), None)
         try:
             opening = decode(session.kept.opening)
-            assert isinstance(opening, OpenSession), "it was one when it was kept"
             tokens = session.kept.tokens()
-            frame = encode(replace(opening, committed=tokens))
+            frame = session.kept.opening
+            if isinstance(opening, OpenSession):
+                frame = encode(replace(opening, committed=tokens))
         except ProtocolError as exc:
             session.lost += f"; the answer so far cannot be handed on: {exc}"
             return self._give_up(session, now)

@@ -1,4 +1,4 @@
-"""The streaming client: a library and the command `foredraft-client`.
+"""The streaming client, as a library; `client_cli` is the command and `sync` is for callers without an event loop.
 
     async with StreamClient("ws://127.0.0.1:8765", secret=secret) as client:
         async for event in client.stream(messages=[("user", "Why is the sky blue?")], max_tokens=100):
@@ -15,22 +15,17 @@ within `recover_s` ends with an error, and the caller keeps what it has.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import ssl
-import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
 from types import TracebackType
 
-from relay.config import ClientConfig
 from relay.errors import RequestFailed
 from relay.stream import Delta, Event, Finished, Stream, new_key
 from wire.aio.dialer import Backoff
 from wire.aio.link import Link, dial
-from wire.aio.process import EXIT_OK, run_main
 from wire.aio.sockets import CLOSE_TIMEOUT_S
 from wire.codec import decode, encode
 from wire.errors import LinkLost, ProtocolError, QueueFull, WireError
@@ -47,12 +42,10 @@ from wire.messages import (
     TextDelta,
 )
 from wire.sampling import Sampling
-from wire.settings import setup_logging, ssl_context
 
 __all__ = ["Delta", "Event", "Finished", "StreamClient"]
 
 log = logging.getLogger(__name__)
-EXIT_USAGE = 2
 
 
 _REOPEN = ("unknown_session", "resume_gone")
@@ -341,59 +334,3 @@ class StreamClient:
 
 def _turn(turn: tuple[str, str] | ChatMessage) -> ChatMessage:
     return turn if isinstance(turn, ChatMessage) else ChatMessage(role=turn[0], content=turn[1])
-
-
-def summary(finished: Finished) -> str:
-    """The figures of one answer, in a line."""
-    report = finished.report
-    parts = [
-        f"{finished.completion_tokens} tokens ({finished.finish_reason})",
-        f"first after {finished.time_to_first_token_s * 1e3:.0f} ms",
-        f"{finished.tokens_per_s:.2f} tokens/s",
-    ]
-    if report.get("rounds"):
-        parts += [
-            f"{report['rounds']:.0f} rounds",
-            f"acceptance rate {report.get('acceptance_rate', 0.0):.3f}",
-            f"mean acceptance length {report.get('mean_acceptance_length', 0.0):.2f}",
-        ]
-    return ", ".join(parts)
-
-
-async def ask(config: ClientConfig, question: str) -> int:
-    """Stream one answer to standard output; the exit code."""
-    context = ssl_context(config.relay, config.ca_file)
-    async with StreamClient(config.relay, secret=config.secret, ssl_context=context) as client:
-        async for event in client.stream(
-            messages=None if config.raw else [("user", question)],
-            prompt=question if config.raw else None,
-            model=config.model,
-            max_tokens=config.max_tokens,
-            sampling=config.sampling,
-            stop=config.stop,
-            speculate=not config.target_only,
-        ):
-            if config.json:
-                print(
-                    json.dumps({"event": type(event).__name__.lower(), **asdict(event)}, ensure_ascii=False), flush=True
-                )
-            elif isinstance(event, Delta):
-                print(event.text, end="", flush=True)
-            else:
-                print(f"\n{summary(event)}", file=sys.stderr if not sys.stdout.isatty() else sys.stdout, flush=True)
-    return EXIT_OK
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    config = ClientConfig.read(argv)
-    setup_logging(config.log_level if config.log_level != "info" else "warning")
-    question = config.question if config.question is not None else sys.stdin.read()
-    if not question.strip():
-        sys.stderr.write("foredraft-client: there is nothing to ask: give a question, or text on standard input\n")
-        return EXIT_USAGE
-    return run_main("client", lambda: ask(config, question), debug=config.log_level == "debug")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

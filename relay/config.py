@@ -1,4 +1,4 @@
-"""Settings of the relay and of the client command: flags, a TOML file and the environment, read once."""
+"""Settings of the relay: flags, a TOML file and the environment, read once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 
 from relay.books import KEEP_S, MAX_KEPT_BYTES, TAKEOVER_WAIT_S
 from relay.router import MALFORMED_LIMIT
-from wire.errors import ProtocolError
-from wire.messages import MAX_POSITION
-from wire.sampling import Sampling
 from wire.settings import parser, read_secret, whole
 
 
@@ -38,6 +35,8 @@ class RelayConfig:
     reload_s: float = 2.0
     log_level: str = "info"
     trace: Path | None = None
+    http_host: str = "127.0.0.1"
+    http_port: int | None = None
 
     @classmethod
     def read(cls, argv: Sequence[str] | None = None) -> RelayConfig:
@@ -89,10 +88,17 @@ class RelayConfig:
             "--reload-s", type=seconds(0.01, 3600), default=2.0, help="how often these files are looked at"
         )
         args.add_argument("--trace", type=Path, help="write a JSONL trace of every decision to this file")
+        args.add_argument(
+            "--http-port", type=whole(0, 65535),
+            help="serve the OpenAI-compatible API and the status page on this port, 0 for a free one; left out: not",
+        )  # fmt: skip
+        args.add_argument("--http-host", default="127.0.0.1", help="address for --http-port; 0.0.0.0 for all")
         given = args.parse_args(argv)
         if given.tls_key is not None and given.tls_cert is None:
             args.error("--tls-key needs --tls-cert")
         return cls(
+            http_host=given.http_host,
+            http_port=given.http_port,
             secret=read_secret(args, given) if given.credentials is None else "",
             host=given.host,
             port=given.port,
@@ -111,65 +117,6 @@ class RelayConfig:
             reload_s=given.reload_s,
             log_level=given.log_level,
             trace=given.trace,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """What `foredraft-client` was told. `question` is None when it is to be read from standard input."""
-
-    relay: str
-    secret: str
-    question: str | None
-    raw: bool
-    model: str
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    target_only: bool
-    json: bool
-    ca_file: Path | None
-    log_level: str
-
-    @classmethod
-    def read(cls, argv: Sequence[str] | None = None) -> ClientConfig:
-        """Read the settings; a usage error exits with code 2 and says what to do."""
-        args = parser("client", "Ask a question and print the answer as it arrives, with figures at the end.")
-        args.add_argument("question", nargs="?", help="what to ask; read from standard input when left out, or -")
-        args.add_argument(
-            "--relay", default="ws://127.0.0.1:8765", help="address of the relay, ws://HOST:PORT or wss://HOST:PORT"
-        )
-        args.add_argument("--ca-file", type=Path, help="PEM file of a private certificate authority, for wss://")
-        args.add_argument("--model", default="", help="model to ask; empty for any")
-        args.add_argument("--raw", action="store_true", help="continue the text instead of answering it as a chat")
-        args.add_argument(
-            "--max-tokens", type=whole(0, MAX_POSITION), default=256, help="longest answer; 0 up to the context limit"
-        )
-        args.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token each time")
-        args.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
-        args.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens, 0 for all")
-        args.add_argument("--seed", type=int, default=0, help="same seed, same answer")
-        args.add_argument("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
-        args.add_argument("--target-only", action="store_true", help="use no draft node: the baseline of a speed-up")
-        args.add_argument("--json", action="store_true", help="print each event as a line of JSON")
-        given = args.parse_args(argv)
-        try:
-            sampling = Sampling(temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, seed=given.seed)
-        except ProtocolError as exc:
-            args.error(str(exc))
-        return cls(
-            relay=given.relay,
-            secret=read_secret(args, given),
-            question=given.question if given.question != "-" else None,
-            raw=given.raw,
-            model=given.model,
-            max_tokens=given.max_tokens,
-            sampling=sampling,
-            stop=tuple(given.stop),
-            target_only=given.target_only,
-            json=given.json,
-            ca_file=given.ca_file,
-            log_level=given.log_level,
         )
 
 

@@ -7,9 +7,10 @@ session as opaque bytes; only what is rare (OpenSession, Resume, Cancel, Error, 
     ------   --------------------   -------------------------   --------------------------------------------------
     client   OpenSession            a verify node               the session begins; a draft node is paired if one fits
     client   Resume                 -                           the client gets what was committed meanwhile
+    client   Tokenize               a verify node               a session of its own, without a draft node
     client   Cancel                 the session's verify node   the session ends with the Done that answers it
     verify   TextDelta              the session's client        it is kept
-    verify   Done, Error            the session's client        the session ends
+    verify   Done, Tokenized, Error the session's client        the session ends
     verify   Error "malformed"      the session's draft node    it is not listened to again; another is paired
     verify   Error "draining"       -                           another verify node takes the session
     verify   Prefix, Acceptance     the session's draft node
@@ -44,6 +45,7 @@ from wire.messages import (
     PeerGone,
     Release,
     Resume,
+    Tokenize,
 )
 
 __all__ = ["Action", "ClosePeer", "DropReason", "Forward", "Router", "Send", "SessionEnded", "SessionMoved"]
@@ -222,7 +224,7 @@ class Router(Books):
             request = decode(frame)
         except ProtocolError as exc:
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_request", str(exc))
-        assert isinstance(request, OpenSession), "peek and decode agree on the type"
+        assert isinstance(request, OpenSession | Tokenize), "peek and decode agree on the type"
         if session_id in self.sessions:
             text = f"session {session_id} exists already"
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_session", text)
@@ -232,7 +234,8 @@ class Router(Books):
         if num_open >= client.max_sessions:
             text = f"{num_open} sessions are open already, the limit is {client.max_sessions}"
             return self._fail(client, session_id, DropReason.OVERLOADED, "overloaded", text)
-        verify, why_not = choose_verify(request.model, request.target, self.nodes("verify"))
+        fingerprint = request.target if isinstance(request, OpenSession) else ""
+        verify, why_not = choose_verify(request.model, fingerprint, self.nodes("verify"))
         if verify is None:
             return self._fail(client, session_id, DropReason.NO_VERIFY_NODE, "no_verify_node", why_not)
         return self._begin(client, request, frame, verify, now)
@@ -375,10 +378,12 @@ class Router(Books):
 _Handler = Callable[[Router, Peer, str, bytes, float], list[Action]]
 _HANDLERS: dict[tuple[str, str], _Handler] = {
     ("client", "open_session"): Router._open,
+    ("client", "tokenize"): Router._open,
     ("client", "resume"): Router._resume,
     ("client", "cancel"): Router._cancel,
     ("verify", "text_delta"): Router._to_client,
     ("verify", "done"): Router._done,
+    ("verify", "tokenized"): Router._done,
     ("verify", "error"): Router._verify_error,
     ("verify", "prefix"): Router._to_draft,
     ("verify", "acceptance"): Router._to_draft,

@@ -1,17 +1,7 @@
 """The relay's shell: performs over links what the router decides.
 
 Each peer has a task (reader, writer and keepalive of its link) and a bounded outgoing queue. Whatever goes wrong with
-one peer ends that peer alone. Links are closed with these codes:
-
-    1001   the relay shuts down
-    1002   the handshake was malformed
-    1011   the relay failed at this peer; its log says how
-    4001   the protocol versions differ
-    4002   no connected node fits the model served
-    4003   too many malformed frames
-    4004   the peer's credential is not for its role
-    4005   the peer's secret is not good any more
-    4008   the peer reads too slowly: its queue was full
+one peer ends that peer alone. `farewell` has the codes that links are closed with.
 """
 
 from __future__ import annotations
@@ -25,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from relay.access import Access
 from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
 from relay.config import RelayConfig
-from relay.credentials import Identity
+from relay.credentials import Credential, Identity
+from relay.farewell import CLOSE_CODES, close_link, say_goodbye
 from relay.limits import Pace
+from relay.local import FrameTap, LocalLink
 from relay.pairing import MAX_SESSIONS_PER_CLIENT
 from relay.router import Router
 from relay.status import Totals, page
@@ -34,25 +26,15 @@ from wire.aio.health import Pulse
 from wire.aio.link import Link
 from wire.aio.listener import Listener, Page
 from wire.aio.quiet import RateLimited
-from wire.aio.sockets import CLOSE_TIMEOUT_S, WebSocket
+from wire.aio.sockets import WebSocket
 from wire.aio.trace import TraceWriter
-from wire.codec import append_residence
+from wire.codec import append_residence, encode
 from wire.connection import Connection, PeerHello
-from wire.errors import LinkLost, ProtocolError, QueueFull, VersionMismatch, WireError
-from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Error, Hello, Message, OpenSession, Welcome
+from wire.errors import LinkLost, ProtocolError, QueueFull, Refused, VersionMismatch, WireError
+from wire.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, Hello, Message, OpenSession, SessionMessage, Welcome
 
 log = logging.getLogger(__name__)
 
-CLOSE_CODES = {
-    "draining": 1001,
-    "version": 4001,
-    "mismatch": 4002,
-    "malformed": 4003,
-    "not_allowed": 4003,
-    "forbidden": 4004,
-    "revoked": 4005,
-    "slow_consumer": 4008,
-}
 TIMED = (b'{"type":"candidates"', b'{"type":"acceptance"')
 
 
@@ -72,7 +54,9 @@ class RelayServer:
             max_kept_bytes=config.max_kept_bytes,
         )
         self.access = Access(config)
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, Link | LocalLink] = {}
+        self.tap: FrameTap | None = None
+        """Shown every frame that comes in, while somebody watches."""
         self.identities: dict[str, Identity] = {}
         self.totals = Totals()
         self.pulse = Pulse()
@@ -138,6 +122,39 @@ class RelayServer:
         drops = {reason.value: count for reason, count in self.router.drops.items()}
         log.info("closed; dropped in total: %s", drops or "nothing")
 
+    def join_local(self, hello: Hello, link: LocalLink, credential: Credential) -> str:
+        """Let in a peer of this very process, without a socket; returns its id.
+
+        Args:
+            credential: whose requests it brings.
+
+        Raises:
+            Refused: the router turns it away.
+        """
+        peer_id = f"local-{next(self._numbers)}"
+        actions = self.router.on_hello(
+            peer_id,
+            hello,
+            self._now(),
+            group=credential.name if credential.max_sessions else "",
+            max_sessions=credential.max_sessions or MAX_SESSIONS_PER_CLIENT,
+        )
+        refusal = next((action for action in actions if isinstance(action, ClosePeer) and action.peer == peer_id), None)
+        if refusal is not None:
+            raise Refused(refusal.reason)
+        self.links[peer_id] = link
+        self._perform(actions, self._now())
+        return peer_id
+
+    def from_local(self, peer_id: str, message: SessionMessage) -> None:
+        """Take a message of a local peer.
+
+        Raises:
+            FrameTooLarge, ProtocolError: it cannot be sent.
+        """
+        frame, now = encode(message), self._now()
+        self._perform(self.router.route(peer_id, message.type, message.session, frame, now), now)
+
     async def _keep_time(self) -> None:
         """Call the router when it wants to be called."""
         while True:
@@ -199,7 +216,7 @@ class RelayServer:
             # A bug of ours; the other peers have nothing to do with it.
             log.exception("%s: closed after an internal error", peer_id)
             self._forget(peer_id, "internal error of the relay")
-            await self._close(link, 1011, "internal error")
+            await close_link(link, 1011, "internal error")
 
     async def _meet(self, peer_id: str, link: Link, identity: Identity) -> Hello | None:
         """Shake hands; the peer's Hello if it is in."""
@@ -207,7 +224,7 @@ class RelayServer:
             event = await link.handshake()
         except WireError as exc:
             self._refusals(identity.credential.name, "< %s turned away at its handshake: %s", peer_id, exc)
-            await self._close(link, CLOSE_CODES["version"] if isinstance(exc, VersionMismatch) else 1002, str(exc))
+            await close_link(link, CLOSE_CODES["version"] if isinstance(exc, VersionMismatch) else 1002, str(exc))
             return None
         assert isinstance(event, PeerHello)
         hello, now = event.hello, self._now()
@@ -217,7 +234,7 @@ class RelayServer:
             reason = f"credential {credential.name} is for {', '.join(credential.roles)}, not for a {hello.role}"
             self._refusals(credential.name, "< %s (%s %s) refused: %s", peer_id, hello.role, hello.name, reason)
             await link.refuse("forbidden", reason)
-            await self._close(link, CLOSE_CODES["forbidden"], reason)
+            await close_link(link, CLOSE_CODES["forbidden"], reason)
             return None
         actions = self.router.on_hello(
             peer_id,
@@ -232,7 +249,7 @@ class RelayServer:
             self._refusals(credential.name, text, peer_id, hello.role, hello.name, refusal.reason)
             self.trace.write("peer_refused", now, peer=peer_id, code=refusal.code, reason=refusal.reason)
             await link.refuse(refusal.code, refusal.reason)
-            await self._close(link, CLOSE_CODES[refusal.code], refusal.reason)
+            await close_link(link, CLOSE_CODES[refusal.code], refusal.reason)
             return None
         log.info("< %s is %s %s: %s", peer_id, hello.role, hello.name, hello.model or "no model")
         self.trace.write("peer_joined", now, peer=peer_id, role=hello.role, name=hello.name)
@@ -256,6 +273,8 @@ class RelayServer:
         """Carry a peer's frames until its link ends."""
 
         def on_frame(kind: str, session: str | None, frame: bytes, now: float) -> None:
+            if self.tap is not None:
+                self.tap(kind, session, frame, now)
             if kind == OpenSession.type:
                 self._note_rtts()
             self._perform(self.router.route(peer_id, kind, session, frame, now), now)
@@ -271,7 +290,7 @@ class RelayServer:
         finally:
             # Also when this task is cancelled: a peer without a link must not stay in the router.
             self._forget(peer_id, reason or "link ended")
-        await self._close(link, code, reason)
+        await close_link(link, code, reason)
 
     def _forget(self, peer_id: str, reason: str) -> None:
         """A link has ended; nothing is left to do if the router closed it."""
@@ -342,31 +361,11 @@ class RelayServer:
         log.warning("> %s closed (%s): %s", peer, code, reason)
         self.trace.write("peer_closed", now, peer=peer, code=code, reason=reason)
         assert self._farewells is not None, "peers come while the relay serves"
-        self._farewells.create_task(self._say_goodbye(link, code, reason), name=f"farewell to {peer}")
+        self._farewells.create_task(say_goodbye(link, code, reason), name=f"farewell to {peer}")
 
-    def _count_out(self, peer_id: str, link: Link) -> None:
+    def _count_out(self, peer_id: str, link: Link | LocalLink) -> None:
         self.identities.pop(peer_id, None)
         self.totals.add(link)
-
-    async def _say_goodbye(self, link: Link, code: str, reason: str) -> None:
-        try:
-            if code != "slow_consumer":
-                link.send(Error(code=code, message=reason))
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await link.flush()
-        except (WireError, TimeoutError):
-            log.debug("the peer does not read its last frames")
-        await self._close(link, CLOSE_CODES.get(code, 4000), reason)
-
-    @staticmethod
-    async def _close(link: Link, code: int, reason: str) -> None:
-        """Close a link; one that does not close in time is cut. Raises nothing: the link is over either way."""
-        try:
-            async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):
-                await link.close(code, reason.encode("ascii", "replace").decode())
-        except Exception as exc:
-            log.debug("cut off instead of closed: %r", exc)
-            link.abort()
 
     def _trace_send(self, peer: str, message: Message, now: float) -> None:
         if self.trace.enabled:

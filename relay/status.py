@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from relay.limits import Pace
+from relay.local import LocalLink
 from relay.router import Router
 from wire.aio.health import Pulse, health_page, metrics_page
 from wire.aio.link import Link
@@ -21,12 +22,12 @@ class Totals:
     def __init__(self) -> None:
         self._ended: dict[str, int] = dict.fromkeys(("frames in", "frames out", "bytes in", "bytes out"), 0)
 
-    def add(self, link: Link) -> None:
+    def add(self, link: Link | LocalLink) -> None:
         """A link has ended."""
         for name, value in _counts(link).items():
             self._ended[name] += value
 
-    def now(self, links: Iterable[Link]) -> dict[str, int]:
+    def now(self, links: Iterable[Link | LocalLink]) -> dict[str, int]:
         """All frames and bytes so far."""
         totals = dict(self._ended)
         for link in links:
@@ -39,7 +40,7 @@ class Showing(Protocol):
     """What the pages are made from; `RelayServer` has it."""
 
     router: Router
-    links: dict[str, Link]
+    links: dict[str, Link | LocalLink]
     totals: Totals
     pulse: Pulse
 
@@ -106,7 +107,7 @@ def families(relay: Showing) -> list[Family]:
     ]  # fmt: skip
 
 
-def _counts(link: Link) -> dict[str, int]:
+def _counts(link: Link | LocalLink) -> dict[str, int]:
     return {
         "frames in": link.num_read,
         "frames out": link.num_written,

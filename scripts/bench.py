@@ -40,11 +40,13 @@ if __package__ in (None, ""):
 from engine.replay import Recording, emulated, load_recordings, save_recordings
 from relay.client import Delta, Finished, StreamClient
 from scripts.bench_report import Run, report
+from scripts.demo import read_ledger
 from scripts.demo_model import ensure_demo_checkpoint
 from scripts.processes import ROOT, Part, Parts
 from scripts.record_answers import record
 from scripts.simulate import Policies, simulate_recordings
 from scripts.simulation import Times
+from speculation.ledger import Ledger
 
 DRAFTER = ROOT / "models" / "smollm2-135m-drafter"
 RTTS_MS = (0.0, 20.0, 50.0, 86.0, 150.0, 230.0)
@@ -168,8 +170,10 @@ async def ask(pipeline: Pipeline, recording: Recording, num_tokens: int, *, spec
     )
 
 
-async def run_setting(setting: str, args: argparse.Namespace, recordings: list[Recording], model: str) -> list[Run]:
-    """All configurations of one setting at all round trips."""
+async def run_setting(
+    setting: str, args: argparse.Namespace, recordings: list[Recording], model: str
+) -> tuple[list[Run], Ledger]:
+    """All configurations of one setting at all round trips; and the ledger of the default's rounds."""
     near, far = best_chains(recordings)
     rows = str(args.native_rows if setting == "native" else args.max_rows)
     node = ["--model", model, "--max-length", "1024"]
@@ -200,7 +204,8 @@ async def run_setting(setting: str, args: argparse.Namespace, recordings: list[R
                         runs += await ask_all(pipelines, recording, args.tokens, setting, rtt_ms)
         finally:
             await asyncio.shield(parts.stop())
-    return runs
+        ledger = read_ledger(parts.folder / "default.jsonl")
+    return runs, ledger
 
 
 async def ask_all(
@@ -232,6 +237,51 @@ def best_chains(recordings: Sequence[Recording]) -> tuple[int, int]:
     return best[0], best[1]
 
 
+def assisted_tokens_per_s(model: str, recordings: Sequence[Recording], num_tokens: int) -> float:
+    """What a user would pick instead on one machine: transformers' `assistant_model`, the target's first two layers.
+
+    The shipped drafter's reduced head is nothing that transformers loads.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {0})
+    torch.set_num_threads(1)
+    target: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    assistant: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, num_hidden_layers=2).eval()
+    tokens, began = 0, time.perf_counter()
+    for recording in recordings:
+        ids = torch.tensor([recording.prompt])
+        with torch.inference_mode():
+            answer = target.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
+                assistant_model=assistant,
+            )  # fmt: skip
+        tokens += answer.shape[1] - ids.shape[1]
+    return tokens / (time.perf_counter() - began)
+
+
+def predictions(runs: Sequence[Run], args: argparse.Namespace, recordings: Sequence[Recording]) -> dict[str, float]:
+    """What the simulator says of the reference setting's far configurations, by "CONFIGURATION, RTT ms"; tokens/s.
+
+    The same recordings and schedulers; a pass costs on top what the target alone needed on top in this run.
+    """
+    alone = [run for run in runs if run.setting == "reference" and run.configuration == "target alone"]
+    passes = sum(run.report["passes"] for run in alone)
+    overhead_s = sum(run.report["answer_s"] - run.report["verify_compute_s"] for run in alone) / passes
+    predicted = {}
+    for rtt_ms in args.rtts:
+        times = Times(**{**REFERENCE_TIMES.__dict__, "rtt_s": rtt_ms / 1e3, "verify_overhead_s": overhead_s})
+        for name, local in (("WAN streamed tree", "none"), ("default", "recycle+suffix")):
+            figures = simulate_recordings(
+                recordings[: args.prompts], emulated, times, Policies(growth=args.tree, local=local),
+                max_tokens=args.tokens,
+            )  # fmt: skip
+            predicted[f"{name}, {rtt_ms:g} ms"] = figures["tokens_per_s"]
+    return predicted
+
+
 def say(text: str) -> None:
     """A progress line."""
     print(f"  {text}", file=sys.stderr, flush=True)
@@ -256,7 +306,7 @@ def main() -> int:
     parser.add_argument("--rtts", nargs="+", type=float, default=list(RTTS_MS), help="round trips, ms")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
-    parser.add_argument("--tree", default="tree:16x4", help="growth of the tree configurations")
+    parser.add_argument("--tree", default="tree:32x6", help="growth of the tree configurations")
     parser.add_argument("--live-tree", default="tree:4x4", help="the same where a live drafter runs on a CPU")
     parser.add_argument("--max-rows", type=int, default=64, help="rows of a paced pass")
     parser.add_argument("--native-rows", type=int, default=16, help="rows of a pass on a CPU")
@@ -268,8 +318,11 @@ def main() -> int:
     model = str(ensure_demo_checkpoint())
     recordings = ensure_recordings(args.recordings, model)
     runs: list[Run] = []
+    ledgers: dict[str, Ledger] = {}
     for setting in args.settings:
-        runs += asyncio.run(run_setting(setting, args, recordings, model))
+        answered, ledgers[setting] = asyncio.run(run_setting(setting, args, recordings, model))
+        runs += answered
+    predicted = predictions(runs, args, recordings) if "reference" in args.settings else {}
     parameters: dict[str, Any] = {
         "settings": args.settings, "rtts_ms": args.rtts, "prompts": args.prompts, "tokens": args.tokens,
         "tree": args.tree, "live tree": args.live_tree, "max_rows": args.max_rows, "native_rows": args.native_rows,
@@ -277,7 +330,11 @@ def main() -> int:
         "pinning": "verify nodes on core 0, draft nodes on core 1, one thread each",
         "minutes": round((time.monotonic() - began) / 60, 1),
     }  # fmt: skip
-    print(report(runs, parameters, args.results))
+    if "native" in args.settings:
+        say("native: transformers' assistant_model")
+        assisted = assisted_tokens_per_s(model, recordings[: args.prompts], args.tokens)
+        parameters["transformers assistant_model, tokens/s on the native prompts"] = round(assisted, 2)
+    print(report(runs, ledgers, predicted, parameters, args.results))
     medians = statistics.median(run.tokens_per_s for run in runs)
     say(f"{len(runs)} answers, median {medians:.1f} tokens/s, {parameters['minutes']} minutes")
     return 0

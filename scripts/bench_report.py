@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.results import Goal, write_results
+from speculation.ledger import Ledger
 
 ALONE, NEAR_CHAIN, NEAR_TREE = "target alone", "co-located chain", "co-located tree"
 FAR_CHAIN, DEFAULT = "WAN chain", "default"
@@ -91,7 +92,31 @@ def speed(cells: Cells, setting: str, configuration: str, rtt_ms: float) -> floa
     return None
 
 
-def goals_of(cells: Cells) -> list[Goal]:
+OWN_PARTS = (
+    "draft overhead", "relay residence, up", "verify overhead", "relay residence, down", "apply", "unaccounted",
+)  # fmt: skip
+OWN_COST_GOAL_MS, OWN_SHARE_GOAL, PREDICTION_GOAL = 3.0, 0.05, 0.10
+
+
+def own_cost(ledger: Ledger) -> dict[str, float]:
+    """Foredraft's own part of a round: medians in ms, and its share of the whole.
+
+    Queueing is given apart: a frame that arrives in the middle of a pass waits for its end, whoever schedules.
+    """
+    if not ledger.num_rounds:
+        return {"rounds": 0}
+    own = [sum(ledger.parts[name][i] for name in OWN_PARTS) for i in range(ledger.num_rounds)]
+    return {
+        "rounds": ledger.num_rounds,
+        "own, ms": round(statistics.median(own) * 1e3, 3),
+        "own share": round(sum(own) / sum(ledger.totals), 4),
+        "queue at the verifier, ms": round(statistics.median(ledger.parts["queue at the verifier"]) * 1e3, 3),
+        "round, ms": round(statistics.median(ledger.totals) * 1e3, 3),
+        **{f"{name}, ms": round(statistics.median(ledger.parts[name]) * 1e3, 3) for name in OWN_PARTS},
+    }
+
+
+def goals_of(cells: Cells, ledgers: dict[str, Ledger], predicted: dict[str, float]) -> list[Goal]:
     """Every figure that the benchmark's issue asks for, as far as the run has it."""
     runs = [run for cell in cells.values() for run in cell.runs]
     num_equal = sum(run.equal for run in runs)
@@ -113,6 +138,27 @@ def goals_of(cells: Cells) -> list[Goal]:
     ratio("over co-located synchronous chain", "paced", 86, NEAR_CHAIN, 0.9)
     for setting, _, rtt_ms in sorted(key for key in cells if key[1] == DEFAULT and key[0] == "native"):
         ratio("over target alone", setting, rtt_ms, ALONE, 0.97)
+    for setting, ledger in ledgers.items():
+        cost = own_cost(ledger)
+        if cost["rounds"]:
+            ms, share = cost["own, ms"], cost["own share"]
+            goals.append(
+                Goal(f"{setting}: own cost of a round, median ms", f"<= {OWN_COST_GOAL_MS}", ms, ms <= OWN_COST_GOAL_MS)
+            )
+            goals.append(
+                Goal(f"{setting}: own share of a round", f"<= {OWN_SHARE_GOAL}", share, share <= OWN_SHARE_GOAL)
+            )
+    for what, expected in predicted.items():
+        name, _, rtt = what.rpartition(", ")
+        measured = speed(cells, "reference", name, float(rtt.removesuffix(" ms")))
+        if measured is not None:
+            error = expected / measured - 1
+            goals.append(
+                Goal(
+                    f"simulation against measurement: {what}", f"within {PREDICTION_GOAL:.0%}", round(error, 3),
+                    abs(error) <= PREDICTION_GOAL,
+                )
+            )  # fmt: skip
     return goals
 
 
@@ -127,18 +173,26 @@ def table(cells: Cells, setting: str) -> str:
     return "\n".join(lines)
 
 
-def report(runs: Sequence[Run], parameters: dict[str, Any], results: Path | None) -> str:
+def report(
+    runs: Sequence[Run],
+    ledgers: dict[str, Ledger],
+    predicted: dict[str, float],
+    parameters: dict[str, Any],
+    results: Path | None,
+) -> str:
     """The text to print, last line JSON; writes the files if asked to."""
     cells = cells_of(runs)
     settings = list(dict.fromkeys(run.setting for run in runs))
-    goals = goals_of(cells)
-    figures = {
+    goals = goals_of(cells, ledgers, predicted)
+    figures: dict[str, Any] = {
         setting: {
             f"{rtt:g} ms": {name: cell.figures() for (s, name, r), cell in cells.items() if s == setting and r == rtt}
             for rtt in sorted({rtt for s, _, rtt in cells if s == setting})
         }
         for setting in settings
     }
+    figures["own cost of the default's rounds"] = {setting: own_cost(ledger) for setting, ledger in ledgers.items()}
+    figures["simulated tokens/s, reference"] = {what: round(value, 2) for what, value in predicted.items()}
     if results is not None:
         write_results(
             results,

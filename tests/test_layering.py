@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 # The whole protocol is to be read on one page.
-LONG_ON_PURPOSE = {"wire/messages.py": 600}
+LONG_ON_PURPOSE = {"wire/messages.py": 640}
 
 OURS = {"wire", "speculation", "engine", "node_draft", "node_verify", "relay", "infra"}
 # Import name of everything that is neither ours nor the standard library's: what each package may use besides that.
@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy", "speculation", "wire"},
     "node_draft": {"wire", "speculation", "engine", "configargparse", "torch", "numpy"},
     "node_verify": {"wire", "speculation", "engine", "configargparse", "torch", "numpy"},
-    "relay": {"wire", "configargparse", "aiohttp"},
+    "relay": {"wire", "configargparse", "aiohttp", "pydantic", "orjson", "rich"},
     "infra": {"boto3", "botocore"},
 }
 # A pure core reads no clock, waits for nothing and knows no environment.
@@ -37,7 +37,7 @@ PURE_MODULES = {"node_draft/scheduler.py", "node_verify/scheduler.py", "relay/ro
 NO_TENSORS = PURE_MODULES | {"node_draft/node.py", "node_verify/node.py"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 SETTINGS_MODULES = {"__main__", "settings"}
-CLI_MODULES = {"relay/client.py"}
+CLI_MODULES = {"relay/client_cli.py"}
 
 
 def source_files(folder: str) -> list[Path]:

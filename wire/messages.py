@@ -4,10 +4,10 @@ Draft node, verify node and client each dial the relay, send `Hello` and are ans
 After that, frames travel in both directions as JSON objects; the keys `type` and `session` come first, so that
 the relay can route a frame without parsing the rest, and it alone may append `relay_s` at the end.
 
-    client  -> relay  -> verify   OpenSession, Cancel
+    client  -> relay  -> verify   OpenSession, Cancel, Tokenize
     client  -> relay              Resume (the client was away; it has the tokens below a position)
     relay   -> client             Serving (which target answers, and how long the session outlives its client)
-    verify  -> relay  -> client   TextDelta, Done, Error
+    verify  -> relay  -> client   TextDelta, Done, Error, Tokenized
     relay   -> verify             Paired (a draft node joined the session), PeerGone (it left)
     verify  -> relay  -> draft    Prefix (the ids to draft from), Acceptance (the newly committed ids)
     draft   -> relay  -> verify   Candidates (tree nodes), Resync (an acceptance is missing)
@@ -202,13 +202,7 @@ class OpenSession(SessionMessage):
         check_ints("committed", self.committed, 0, MAX_TOKEN_ID, MAX_POSITION)
         check_text("target", self.target, 64)
         check_text("resume_key", self.resume_key, 64)
-        given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ProtocolError(f"give exactly one of prompt, messages, prompt_ids; got {', '.join(given) or 'none'}")
-        if self.prompt is not None:
-            check_text("prompt", self.prompt, MAX_PROMPT_CHARS)
-        if self.prompt_ids is not None:
-            check_ints("prompt_ids", self.prompt_ids, 0, MAX_TOKEN_ID, MAX_POSITION)
+        _check_prompt(self)
         check_int("max_tokens", self.max_tokens, 0, MAX_POSITION)
         if len(self.stop) > MAX_STOPS:
             raise ProtocolError(f"stop has {len(self.stop)} strings, the limit is {MAX_STOPS}")
@@ -218,12 +212,57 @@ class OpenSession(SessionMessage):
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
+def _check_prompt(message: OpenSession | Tokenize) -> None:
+    given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]
+    if len(given) != 1:
+        raise ProtocolError(f"give exactly one of prompt, messages, prompt_ids; got {', '.join(given) or 'none'}")
+    if message.prompt is not None:
+        check_text("prompt", message.prompt, MAX_PROMPT_CHARS)
+    if message.prompt_ids is not None:
+        check_ints("prompt_ids", message.prompt_ids, 0, MAX_TOKEN_ID, MAX_POSITION)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(SessionMessage):
     """The client does not want the rest; also sent by the relay when the client is gone."""
 
     type: ClassVar[str] = "cancel"
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenize(SessionMessage):
+    """What are the ids of this text or conversation, or the text of these ids? Exactly one of the three.
+
+    The session is one of its own, over with the `Tokenized` or Error that answers.
+    """
+
+    type: ClassVar[str] = "tokenize"
+    model: str = ""
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_text("session", self.session, 64, empty=False)
+        check_text("model", self.model, MAX_NAME_CHARS)
+        _check_prompt(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenized(SessionMessage):
+    """The answer to `Tokenize`: ids and text, the text with special tokens hidden; and the model's context length."""
+
+    type: ClassVar[str] = "tokenized"
+    tokens: tuple[int, ...]
+    text: str
+    context_length: int
+
+    def __post_init__(self) -> None:
+        check_text("session", self.session, 64, empty=False)
+        check_ints("tokenized.tokens", self.tokens, 0, MAX_TOKEN_ID, MAX_POSITION)
+        check_text("tokenized.text", self.text, MAX_FRAME_BYTES)
+        check_int("tokenized.context_length", self.context_length, 1, MAX_POSITION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,11 +308,18 @@ class Resume(SessionMessage):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """The target's log-probabilities at one position: of its logits after penalties and bias, before the
-    temperature and the top-k, top-p and min-p filters."""
+    temperature and the top-k, top-p and min-p filters.
+
+    Attributes:
+        token_hex, top_hex: the tokens' own bytes, in hex, for readers without a tokenizer; of several tokens that make
+            up one character, none is text by itself.
+    """
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    token_hex: str = ""
+    top_hex: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -576,7 +622,8 @@ class Pong(Message):
 MESSAGES: dict[str, type[Message]] = {
     cls.type: cls
     for cls in (
-        Hello, Welcome, OpenSession, Resume, Serving, Cancel, TextDelta, Done, Error, Paired, PeerGone, Release,
+        Hello, Welcome, OpenSession, Resume, Serving, Cancel, Tokenize, Tokenized, TextDelta, Done, Error, Paired,
+        PeerGone, Release,
         Prefix, Candidates, Acceptance, Resync, Draining, Ping, Pong,
     )
 }  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from relay.config import RelayConfig
+from relay.credentials import Credentials
 from relay.server import RelayServer
 from wire.aio.link import Link, dial
 from wire.codec import decode
@@ -74,6 +75,13 @@ class Loopback:
         self.url = f"ws://127.0.0.1:{server.port}"
         self.secret = SECRET
         self._stack = stack
+
+    def add_admin(self, secret: str) -> None:
+        """From now on the shared secret is for nodes and clients, and this one for administrators."""
+        self.server.access.credentials = Credentials.from_toml(
+            f'[[credential]]\nname = "all"\nroles = ["node", "client"]\nsecrets = ["{self.secret}"]\n'
+            f'[[credential]]\nname = "admin"\nroles = ["admin"]\nsecrets = ["{secret}"]\n'
+        )
 
     async def join(
         self,

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from relay.client import StreamClient
-from relay.config import ClientConfig, RelayConfig
+from relay.client_config import ClientConfig
+from relay.config import RelayConfig
 from wire.aio.link import dial
 from wire.errors import LinkLost
 from wire.messages import PROTOCOL_VERSION, Done, Hello, ModelIdentity, OpenSession, TextDelta
@@ -157,7 +158,7 @@ async def test_without_a_secret_the_relay_does_not_start(secret: str) -> None:
 
 async def test_the_client_command_prints_the_answer_and_its_figures(relay: Relay, target: ModelIdentity) -> None:
     verify = await answering(relay, target)
-    ask = ("relay.client", "--relay", relay.url)
+    ask = ("relay.client_cli", "chat", "--relay", relay.url)
     code, out, err = await finish(await start(*ask, stdin=b"a question"))
     assert (code, out) == (0, "Hello world")
     assert "2 tokens (stop)" in err
@@ -170,10 +171,12 @@ async def test_the_client_command_prints_the_answer_and_its_figures(relay: Relay
 
 
 async def test_the_client_command_says_what_is_wrong_in_one_line(relay: Relay) -> None:
-    code, out, err = await finish(await start("relay.client", "--relay", relay.url, "a question"))
+    code, out, err = await finish(await start("relay.client_cli", "chat", "--relay", relay.url, "a question"))
     assert (code, out) == (1, "")
     assert err == "foredraft-client: no verify node serves any model; connected models: none (no_verify_node)\n"
-    code, _, err = await finish(await start("relay.client", "--relay", relay.url, "x", secret="another-secret"))
+    code, _, err = await finish(
+        await start("relay.client_cli", "chat", "--relay", relay.url, "x", secret="another-secret")
+    )
     assert code == 1
     assert len(err.splitlines()) == 1
     assert "another-secret" not in err
@@ -184,7 +187,7 @@ async def test_ctrl_c_cancels_the_clients_request(relay: Relay, target: ModelIde
     opened, cancelled = asyncio.Event(), asyncio.Event()
     events = {"open_session": opened, "cancel": cancelled}
     running = asyncio.create_task(verify.run(lambda kind, *rest: events[kind].set()))
-    process = await start("relay.client", "--relay", relay.url, "a question")
+    process = await start("relay.client_cli", "chat", "--relay", relay.url, "a question")
     await asyncio.wait_for(opened.wait(), BOUND_S)
     process.send_signal(signal.SIGINT)
     await asyncio.wait_for(cancelled.wait(), BOUND_S)
@@ -196,7 +199,7 @@ async def test_ctrl_c_cancels_the_clients_request(relay: Relay, target: ModelIde
 
 async def test_the_trace_tells_who_came_and_went(relay: Relay, target: ModelIdentity, tmp_path: Path) -> None:
     verify = await answering(relay, target)
-    await finish(await start("relay.client", "--relay", relay.url, "a question"))
+    await finish(await start("relay.client_cli", "chat", "--relay", relay.url, "a question"))
     verify.cancel()
     relay.process.send_signal(signal.SIGTERM)
     code, _, _ = await finish(relay.process)
@@ -236,7 +239,7 @@ def test_bad_sampling_of_the_client_exits_with_2(
 ) -> None:
     monkeypatch.setenv("FOREDRAFT_SECRET", SECRET)
     with pytest.raises(SystemExit) as exited:
-        ClientConfig.read(["x", "--temperature", "-1"])
+        ClientConfig.read("chat", ["x", "--temperature", "-1"])
     assert exited.value.code == 2
     assert "temperature" in capsys.readouterr().err
 

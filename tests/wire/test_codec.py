@@ -44,6 +44,8 @@ from wire.messages import (
     RoundTiming,
     Serving,
     TextDelta,
+    Tokenize,
+    Tokenized,
     TokenLogprob,
     Welcome,
 )
@@ -130,8 +132,9 @@ def acceptances(draw: st.DrawFn) -> Acceptance:
 
 
 logprobs = st.builds(
-    TokenLogprob, logprob=figures, top_ids=id_lists, top_logprobs=st.lists(figures, max_size=3).map(tuple)
-)
+    TokenLogprob, logprob=figures, top_ids=id_lists, top_logprobs=st.lists(figures, max_size=3).map(tuple),
+    token_hex=words, top_hex=st.lists(words, max_size=3).map(tuple),
+)  # fmt: skip
 BY_TYPE: dict[type[Message], st.SearchStrategy[Any]] = {
     Hello: hellos(),
     Welcome: st.builds(
@@ -142,6 +145,8 @@ BY_TYPE: dict[type[Message], st.SearchStrategy[Any]] = {
     Resume: st.builds(Resume, session=sessions, key=names, position=positions),
     Serving: st.builds(Serving, session=sessions, model=words, target=names, keep_s=seconds),
     Cancel: st.builds(Cancel, session=sessions, reason=words),
+    Tokenize: st.builds(Tokenize, session=sessions, model=words, prompt=words),
+    Tokenized: st.builds(Tokenized, session=sessions, tokens=id_lists, text=words, context_length=epochs),
     TextDelta: st.builds(
         TextDelta, session=sessions, start=positions, tokens=id_lists, text=words,
         sources=st.lists(st.sampled_from(SOURCES), max_size=4).map(tuple),
