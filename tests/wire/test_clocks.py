@@ -8,8 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("wire", "relay", "speculation", "engine", "node_draft", "node_verify")
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
-MAY_ASK = {"wire/aio/spot.py"}
-"""The spot notice is a wall clock's time; what follows from it is bounded (tests/wire/test_spot.py)."""
+MAY_ASK = {"wire/aio/spot.py", "relay/api.py"}
+"""The spot notice is a wall clock's time, and what follows from it is bounded (tests/wire/test_spot.py); the HTTP API
+says when an answer was created, which nothing goes by."""
 
 
 def test_c045_a_clock_that_is_wrong_or_steps_changes_nothing() -> None:
