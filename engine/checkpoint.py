@@ -14,7 +14,8 @@ import torch
 from huggingface_hub import snapshot_download
 
 from engine.errors import CheckpointError
-from engine.hf import CausalLM, Graft, end_tokens, first_line, load_config, load_model, refuse_windows
+from engine.hf import CausalLM
+from engine.hf_load import Graft, end_tokens, first_line, load_config, load_model, refuse_layers
 from engine.products import int8_available
 from engine.tokenizer import Tokenizer
 
@@ -40,8 +41,11 @@ class CheckpointIdentity:
     drafts_for: str
 
 
-def find_checkpoint(model: str, *, revision: str | None = None) -> Path:
+def find_checkpoint(model: str, *, revision: str | None = None, with_code: bool = False) -> Path:
     """The directory of a model given by path or by hub id; a hub id is downloaded if it is not cached.
+
+    Args:
+        with_code: download Python files too.
 
     Raises:
         CheckpointError: there is no such directory, or the hub does not give it.
@@ -53,10 +57,11 @@ def find_checkpoint(model: str, *, revision: str | None = None) -> Path:
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model} does not exist; --model takes a checkpoint directory or a hub id like org/name")
+    small = [*_SMALL_FILES, *(["*.py"] if with_code else [])]
     try:
-        directory = Path(snapshot_download(model, revision=revision, allow_patterns=[*_SMALL_FILES, "*.safetensors"]))
+        directory = Path(snapshot_download(model, revision=revision, allow_patterns=[*small, "*.safetensors"]))
         if not any(directory.glob("*.safetensors")):
-            directory = Path(snapshot_download(model, revision=revision, allow_patterns=[*_SMALL_FILES, "*.bin"]))
+            directory = Path(snapshot_download(model, revision=revision, allow_patterns=[*small, "*.bin"]))
     except Exception as exc:  # the hub client's many errors: offline, not found, gated
         raise CheckpointError(
             f"{model} is neither a directory nor to be had from the hub ({first_line(exc)}); "
@@ -74,27 +79,31 @@ class Checkpoint:
         model: directory or hub id.
         revision: of a hub id.
         max_length: most tokens of a session; 0 for the model's own limit.
+        trust_remote_code: run code that came with the checkpoint.
 
     Raises:
         CheckpointError: it cannot be served; the message says why and what to do.
     """
 
-    def __init__(self, model: str, *, revision: str | None = None, max_length: int = 0) -> None:
-        self.directory = find_checkpoint(model, revision=revision)
+    def __init__(
+        self, model: str, *, revision: str | None = None, max_length: int = 0, trust_remote_code: bool = False
+    ) -> None:
+        self.directory = find_checkpoint(model, revision=revision, with_code=trust_remote_code)
         self.name = self.directory.resolve().name if Path(model).expanduser().is_dir() else model
-        self._config = load_config(self.directory)
+        self._trust_remote_code = trust_remote_code
+        self._config = load_config(self.directory, trust_remote_code=trust_remote_code)
         limit = getattr(self._config.get_text_config(), "max_position_embeddings", None) or 0
         if not limit and not max_length:
             raise CheckpointError(f"{self.name} names no maximum length; give one")
         if limit and max_length > limit:
             raise CheckpointError(f"the maximum length {max_length} exceeds the {limit} positions {self.name} knows")
         self.max_length = max_length or limit
-        refuse_windows(self._config, self.max_length, self.name)
+        refuse_layers(self._config, self.max_length, self.name)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Loaded on first use."""
-        return Tokenizer.load(self.directory)
+        return Tokenizer.load(self.directory, trust_remote_code=self._trust_remote_code)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -109,6 +118,7 @@ class Checkpoint:
         device: str = "cpu",
         num_layers: int | None = None,
         graft: Graft | None = None,
+        device_map: str = "",
     ) -> CausalLM:
         """Load the weights.
 
@@ -116,6 +126,7 @@ class Checkpoint:
             dtype: one of DTYPES, or "int8" for a drafter: int8 weights, bfloat16 between them.
             num_layers: take the first layers only; a weak drafter for the same checkpoint.
             graft: trained layers in place of some of these.
+            device_map: transformers' own, in place of `device`.
 
         Raises:
             CheckpointError: they do not load, or do not fit the tokenizer.
@@ -127,7 +138,7 @@ class Checkpoint:
         if not int8 and dtype not in DTYPES:
             raise CheckpointError(f"dtype must be one of {', '.join([*DTYPES, 'int8'])}; got {dtype}")
         # A fresh config: loading some of the layers changes it.
-        config = load_config(self.directory)
+        config = load_config(self.directory, trust_remote_code=self._trust_remote_code)
         lm = load_model(
             self.directory,
             config,
@@ -136,6 +147,8 @@ class Checkpoint:
             num_layers=num_layers,
             graft=graft,
             int8=int8,
+            device_map=device_map,
+            trust_remote_code=self._trust_remote_code,
         )
         num_embeddings = lm.model.get_input_embeddings().weight.shape[0]
         if num_embeddings < self.tokenizer.vocab_size:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError
-from engine.hf import CausalLM, Graft
+from engine.hf import CausalLM
+from engine.hf_load import Graft
 
 
 def load_distilled(folder: Path, target: Checkpoint, *, dtype: str, device: str) -> CausalLM:

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from engine.errors import CacheError
 from engine.model import CachedModel
+from engine.noise import noise_key
 from engine.sampler import Sampler
 from engine.slots import Slots, one_by_one
 from speculation.passes import Child, DraftResult, DraftStep, Sampling
+
+MAX_AHEAD = 15
+"""Most steps taken ahead: with the first they make two captured chains, and another session does not wait longer."""
 
 
 class _Session:
@@ -59,6 +63,10 @@ class HFDrafter:
     def max_children(self) -> int:
         return self._max_children
 
+    @property
+    def max_ahead(self) -> int:
+        return MAX_AHEAD if self._model.has_chains else 0
+
     def open(self, slot: int, *, sampling: Sampling, num_prompt: int) -> None:
         """See `DraftRunner.open`.
 
@@ -81,6 +89,11 @@ class HFDrafter:
         run_before = self._model.run_s
         self._settle(session, request)
         self._check(session, request)
+        if request.num_ahead and self._model.has_chains and session.sampler.is_plain:
+            children = self._run_chain(session, request)
+            compute_s = self._model.run_s - run_before
+            overhead_s = max(0.0, time.perf_counter() - started - compute_s)
+            return DraftResult(children=children, compute_s=compute_s, overhead_s=overhead_s)
         logits = self._run(session, request)
         sampling_started = time.perf_counter()
         children = self._propose(session, request, logits)
@@ -119,6 +132,10 @@ class HFDrafter:
             raise CacheError(
                 f"{len(request.nodes)} more nodes do not fit: {len(rows.tree)} of {self.max_rows} rows are in use"
             )
+        if request.num_ahead and (len(request.nodes) + request.expand_root, request.num_children) != (1, 1):
+            raise CacheError(f"a chain starts at one row with one child, not at {len(request.nodes)} nodes")
+        if request.num_ahead and len(rows.tree) + len(request.nodes) + request.num_ahead > self.max_rows:
+            raise CacheError(f"a chain of {request.num_ahead} more nodes does not fit: {len(rows.tree)} are cached")
         known = set(session.row)
         for node in request.nodes:
             if node.node in known or (node.parent >= 0 and node.parent not in known):
@@ -160,6 +177,46 @@ class HFDrafter:
             above = () if node.parent < 0 else session.path[node.parent]
             session.path[node.node] = (*above, node.token)
         return logits if num_logits else None
+
+    def _run_chain(self, session: _Session, request: DraftStep) -> dict[int, tuple[Child, ...]]:
+        """Run the one row of the step and, behind it, the best child each time; children by parent, in path order."""
+        slot, commit = request.slot, list(request.commit)
+        if request.expand_root:
+            token, parent = commit.pop(), -1
+            above: tuple[int, ...] = ()
+            row = None
+        else:
+            (node,) = request.nodes
+            token, parent = node.token, node.node
+            above = (*(() if node.parent < 0 else session.path[node.parent]), token)
+        for start in range(0, len(commit), self._model.max_pass_rows):
+            chunk = commit[start : start + self._model.max_pass_rows]
+            self._model.forward(slot, chunk, num_committed=len(chunk), num_logits=1)
+            self._committed(session, chunk)
+        rows = self._model.rows[slot]
+        if not request.expand_root:
+            up = request.nodes[0].parent
+            row = rows.length - 1 if up < 0 else session.row[up]
+        first, sampling = rows.used, session.sampler.sampling
+        position = session.num_tokens + request.expand_root + len(above)
+        chosen, logprobs = self._model.chain(
+            slot,
+            token,
+            parent=row,
+            keys=[noise_key(sampling.seed, position + i) for i in range(request.num_ahead + 1)],
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+        )
+        if request.expand_root:
+            self._committed(session, [token])
+        else:
+            session.row[parent], session.path[parent] = first, above
+        children: dict[int, tuple[Child, ...]] = {}
+        for i, (child, logprob) in enumerate(zip(chosen, logprobs, strict=True)):
+            children[parent] = (Child(token=child, logprob=min(0.0, logprob)),)
+            if i < request.num_ahead:
+                parent, above = request.first_node + i, (*above, child)
+                session.row[parent], session.path[parent] = first + 1 + i, above
+        return children
 
     def _committed(self, session: _Session, tokens: Sequence[int]) -> None:
         session.sampler.commit(tokens)

@@ -9,6 +9,10 @@ EngineError
 
 from __future__ import annotations
 
+import torch
+
+_DEVICE_ERRORS: tuple[type[Exception], ...] = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
+
 
 class EngineError(Exception):
     """Anything that went wrong around a model."""
@@ -28,3 +32,11 @@ class NumericalError(EngineError):
 
 class EngineDead(EngineError):
     """The thread that owns the model has died."""
+
+
+def is_of_all(exc: Exception) -> bool:
+    """Whether a failure concerns all sessions, not only the one whose work met it: nothing can be computed any more.
+
+    After an error of its kernels a device refuses everything until the process ends.
+    """
+    return isinstance(exc, (EngineDead, *_DEVICE_ERRORS)) or str(exc).startswith("CUDA error")

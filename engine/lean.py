@@ -46,6 +46,8 @@ def supported(model: Any) -> bool:
         and rope.get("partial_rotary_factor", 1.0) == 1.0
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
+        # Layers that see differently need masks of their own.
+        and len(set(getattr(config, "layer_types", None) or ["full_attention"])) == 1
         and model.device.type == "cpu"
         and all(hasattr(layer, "self_attn") and hasattr(layer.mlp, "gate_proj") for layer in model.base_model.layers)
     )
@@ -82,6 +84,8 @@ class LeanForward:
         """Have rotary factors for positions 0..num_positions-1."""
         if num_positions <= self._cos.shape[0]:
             return
+        # A power of two, so that a growing session seldom comes here.
+        num_positions = 1 << max(9, (num_positions - 1).bit_length())
         probe = torch.zeros(1, 1, 1, dtype=self.embeddings.dtype)
         cos, sin = self._rotary(probe, torch.arange(num_positions)[None])
         half = self.head_dim // 2

@@ -1,50 +1,91 @@
 """A model over a fixed-address cache: forward passes over trees of rows, rewind and compaction in place.
 
-Inputs of a pass are copied into buffers allocated once (tokens, positions, row indices, mask); a pass looks at the
-first n rows of them. Passes run eagerly; capturing them means running `_run` on a bucket of n and of cached length
-instead of the exact numbers, the rest of this module stays.
+The books of each slot are kept here; how a pass is run is the matter of `engine/eager.py` (as it comes) or
+`engine/captured.py` (rounded up to a shape that was captured).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from engine.buckets import FIRST_LENGTH, Buckets, doubling
 from engine.cache import KVCache
+from engine.captured import CapturedPasses
+from engine.capturer import Capturer, Uncaptured
+from engine.chain import CapturedChain
+from engine.eager import EagerPasses
 from engine.errors import CacheError
 from engine.hf import CausalLM
 from engine.rows import SlotRows
 
 PREFILL_ROWS = 256
+WARM_PREFILL_ROWS = 128
+"""What the schedulers give out at most. Captured passes are no larger: each bucket is captured."""
+WARM_EAGER_ROWS = 32
+SELF_CHECK_ROWS = 8
+"""Passes of so many rows are needed whatever the node was told (`engine/selfcheck.py`)."""
+FIRST_SEGMENT = 4096
 
 
 class CachedModel:
     """`num_slots` sessions of at most `max_length` positions, each with up to `max_tree_rows` tree rows behind them.
 
+    Args:
+        capturer: captures passes; None to run them as they come. The model's own lean forward is never captured, so
+            `lm` must be without one then.
+        first_segment: positions whose memory is taken, and whose passes are captured, at the start; the cache grows
+            by doubling. Without capture pages are taken as they are written, and nothing grows.
+        chain_vocab: capture chains of drafted tokens too, of ids below this; 0 for none.
+
     Attributes:
         rows: bookkeeping of each slot; read it, change it through the methods here.
-        run_s: total time spent in the model so far; on a GPU up to the launch, the wait shows where results are read.
     """
 
-    def __init__(self, lm: CausalLM, *, num_slots: int, max_length: int, max_tree_rows: int) -> None:
+    def __init__(
+        self,
+        lm: CausalLM,
+        *,
+        num_slots: int,
+        max_length: int,
+        max_tree_rows: int,
+        capturer: Capturer | None = None,
+        first_segment: int = FIRST_SEGMENT,
+        chain_vocab: int = 0,
+    ) -> None:
         self.num_slots = num_slots
         self.max_length = max_length
         self.max_tree_rows = max_tree_rows
-        self.max_pass_rows = max(PREFILL_ROWS, max_tree_rows + 1)
-        capacity = max_length + max_tree_rows
-        self.cache = KVCache(lm.layers, num_slots=num_slots, capacity=capacity, dtype=lm.dtype, device=lm.device)
-        self.rows = [SlotRows(capacity=capacity, max_length=max_length) for _ in range(num_slots)]
-        self.run_s = 0.0
         self._lm = lm
-        self._attached = lm.attach(self.cache)
-        rows = self.max_pass_rows
-        self._tokens = torch.zeros(1, rows, dtype=torch.long, device=lm.device)
-        self._positions = torch.zeros(1, rows, dtype=torch.long, device=lm.device)
-        self._row_ids = torch.zeros(rows, dtype=torch.long, device=lm.device)
-        self._mask = torch.zeros(1, 1, rows, capacity, dtype=torch.bool, device=lm.device)
+        self._passes: EagerPasses | CapturedPasses
+        self._chain: CapturedChain | None = None
+        if capturer is None:
+            capacity = max_length + max_tree_rows
+            self.max_pass_rows = max(PREFILL_ROWS, max_tree_rows + 1)
+            self.cache = KVCache(lm.layers, num_slots=num_slots, capacity=capacity, dtype=lm.dtype)
+            self._passes = EagerPasses(lm, self.cache, max_rows=self.max_pass_rows)
+        else:
+            # Kernels of masked attention want lengths in eights.
+            capacity = -(-(max_length + max_tree_rows) // 8) * 8
+            buckets = Buckets.powers(
+                max_rows=min(WARM_PREFILL_ROWS, capacity),
+                full_rows=max(max_tree_rows, SELF_CHECK_ROWS),
+                first_length=min(FIRST_LENGTH, first_segment),
+                capacity=capacity,
+            )
+            self.max_pass_rows = buckets.rows[-1]
+            self.cache = KVCache(
+                lm.layers, num_slots=num_slots, capacity=capacity, dtype=lm.dtype,
+                bounds=doubling(first_segment, capacity),
+            )  # fmt: skip
+            self._passes = CapturedPasses(
+                lm, self.cache, buckets=buckets, max_moves=max_tree_rows + 1, capturer=capturer
+            )
+            if chain_vocab and not isinstance(capturer, Uncaptured):
+                self._chain = CapturedChain(self._passes, vocab_size=chain_vocab)
+        self.rows = [SlotRows(capacity=capacity, max_length=max_length) for _ in range(num_slots)]
 
     def forward(
         self,
@@ -79,18 +120,47 @@ class CachedModel:
             rows.extend(num_committed)
         try:
             rows.append(parents)
-            self._fill(slot, tokens, range(before, rows.used))
-            started = time.perf_counter()
-            logits = self._run(len(tokens), rows.used, num_logits or len(tokens))
-            self.run_s += time.perf_counter() - started
+            logits = self._passes.run(slot, tokens, rows, range(before, rows.used), num_logits or len(tokens))
         except BaseException:
             rows.rewind(rows.used - before)
             raise
         return logits
 
+    @property
+    def has_chains(self) -> bool:
+        """Whether `chain` can be called."""
+        return self._chain is not None
+
+    def chain(
+        self, slot: int, token: int, *, parent: int | None, keys: Sequence[int], temperature: float
+    ) -> tuple[list[int], list[float]]:
+        """Run a path of len(keys) new rows, each with the token that the model has chosen behind the one before.
+
+        Args:
+            token: of the first row, whose parent is the row `parent`; None if it is the next committed token.
+            keys, temperature: see `CapturedChain.run`.
+
+        Returns:
+            The token chosen behind each row and its log-probability. The rows stay, as tree rows behind the first.
+
+        Raises:
+            CacheError: the rows do not fit; nothing was changed.
+        """
+        assert self._chain is not None
+        rows = self.rows[slot]
+        before = rows.used
+        try:
+            if parent is None:
+                rows.extend(1)
+            rows.append([*([] if parent is None else [parent]), *range(before, before + len(keys) - 1)])
+            return self._chain.run(slot, token, rows, range(before, rows.used), keys, temperature)
+        except BaseException:
+            rows.rewind(rows.used - before)
+            raise
+
     def keep(self, slot: int, path: Sequence[int], rest: Sequence[int] = ()) -> None:
         """Commit a path of tree rows, keep `rest`, drop the other tree rows, in place (see `SlotRows.keep`)."""
-        self.cache.move(slot, self.rows[slot].keep(path, rest))
+        self._passes.move(slot, self.rows[slot].keep(path, rest))
 
     def rewind(self, slot: int, num_rows: int) -> None:
         """Forget the newest rows, in place (see `SlotRows.rewind`)."""
@@ -109,36 +179,42 @@ class CachedModel:
         """See `CausalLM.without_cache`."""
         return self._lm.without_cache(tokens)
 
+    @property
+    def run_s(self) -> float:
+        """Total time spent in the model so far; on a GPU up to the launch, the wait shows where results are read."""
+        return self._passes.run_s + (self._chain.run_s if self._chain else 0.0)
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured so far."""
+        return self._passes.num_captures + (self._chain.num_captures if self._chain else 0)
+
     def addresses(self) -> list[int]:
-        """Where the cache and the input buffers lie; the same for the life of the model."""
-        buffers = (self._tokens, self._positions, self._row_ids, self._mask)
-        return [*self.cache.addresses(), *(buffer.data_ptr() for buffer in buffers)]
+        """Where the cache and the input buffers lie. When the cache grows some are added; none changes."""
+        chain = self._chain.addresses() if self._chain else []
+        return [*self.cache.addresses(), *self._passes.addresses(), *chain]
 
-    def _fill(self, slot: int, tokens: Sequence[int], new: range) -> None:
-        """Copy the inputs of a pass over the rows `new` into the buffers, and point the window at them."""
-        rows, n = self.rows[slot], len(new)
-        self._tokens[0, :n].copy_(torch.tensor(tokens, dtype=torch.long))
-        self._positions[0, :n].copy_(torch.tensor([rows.position(row) for row in new], dtype=torch.long))
-        self._row_ids[:n].copy_(torch.arange(new.start, new.stop))
-        num_linear = max(0, rows.length - new.start)
-        mask = torch.zeros(n, rows.used, dtype=torch.bool)  # [new rows, rows seen]
-        mask[:, : rows.length] = True
-        mask[:num_linear] = mask[:num_linear].tril(new.start)
-        for i, row in enumerate(new[num_linear:], num_linear):
-            ancestors = rows.tree[row - rows.length].ancestors
-            seen = [rows.length + bit for bit in range(ancestors.bit_length()) if ancestors >> bit & 1]
-            mask[i, seen] = True
-        self._mask[0, 0, :n, : rows.used].copy_(mask)
-        window = self._attached.window
-        window.slot, window.rows, window.length = slot, self._row_ids[:n], rows.used
+    def warm_up(self) -> None:
+        """Do what the first pass of each kind would have to: capture, then one pass for each power of two of rows.
 
-    @torch.inference_mode()
-    def _run(self, num_rows: int, length: int, num_logits: int) -> Tensor:
-        logits = self._lm.forward(
-            self._tokens[:, :num_rows],
-            self._positions[:, :num_rows],
-            self._mask[:, :, :num_rows, :length],
-            self._attached,
-            num_logits=num_logits,
-        )
-        return logits.float()
+        Without capture only up to WARM_EAGER_ROWS: what a pass sets up hardly depends on its rows then.
+
+        All slots must be empty; they are empty afterwards.
+
+        Raises:
+            CacheError: there is no memory for it.
+        """
+        self._passes.warm_up()
+        if self._chain is not None and not self._chain.warm_up():
+            self._chain = None
+        num_rows = 1
+        most = self.max_tree_rows if self.num_captures else min(self.max_tree_rows, WARM_EAGER_ROWS)
+        while num_rows <= most:
+            # Behind a token, as in use: a tree of children of the last committed one.
+            self.forward(0, [0], num_committed=1)
+            self.forward(0, [0] * num_rows, parents=[0] * num_rows)
+            self.clear(0)
+            num_rows *= 2
+        prefill = min(WARM_PREFILL_ROWS, self.max_length, self.cache.available)
+        self.forward(0, [0] * prefill, num_committed=prefill, num_logits=1)
+        self.clear(0)

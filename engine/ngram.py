@@ -98,6 +98,10 @@ class NgramDrafter:
     def max_children(self) -> int:
         return self._max_children
 
+    @property
+    def max_ahead(self) -> int:
+        return 0
+
     def open(self, slot: int, *, sampling: Sampling, num_prompt: int) -> None:
         """See `DraftRunner.open`; the sampling parameters do not matter here.
 

@@ -69,7 +69,17 @@ def gumbel_scalar(seed: int, position: int, token: int) -> float:
 
 def draws(seed: int, position: int, tokens: Tensor) -> Tensor:
     """v of each token id: odd, 1..2^53-1, int64 [n]. g grows with v; this is the cheap part of it."""
-    x = tokens * _signed(_GAMMA) + _signed(_key(seed, position))
+    return draws_of_key(noise_key(seed, position), tokens)
+
+
+def noise_key(seed: int, position: int) -> int:
+    """What `draws` makes of seed and position: an int64."""
+    return _signed(_key(seed, position))
+
+
+def draws_of_key(key: int | Tensor, tokens: Tensor) -> Tensor:
+    """`draws` for a key from `noise_key`, which may lie on the device, int64 []."""
+    x = tokens * _signed(_GAMMA) + key
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
     x = x ^ _shift_right(x, 31)

@@ -222,6 +222,7 @@ class ReplayDrafter:
         self.max_length = max_length
         self.max_rows = max_rows
         self.max_children = 16
+        self.max_ahead = 0
         self._recordings = list(recordings)
         self._propose = {recording.prompt: propose(recording) for recording in self._recordings}
         self._pace = pace

@@ -74,6 +74,11 @@ class DraftRunner(Protocol):
     @property
     def max_children(self) -> int: ...
 
+    @property
+    def max_ahead(self) -> int:
+        """Most steps that one call takes ahead (see `DraftStep.num_ahead`); 0 if that would gain nothing."""
+        ...
+
     def open(self, slot: int, *, sampling: Sampling, num_prompt: int) -> None:
         """Start a session on a free slot with an empty cache."""
         ...

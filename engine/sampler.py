@@ -59,6 +59,11 @@ class Sampler:
         )
         self._filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a choice depends on logits, temperature and noise alone."""
+        return not (self._penalised or self._biases or self._filtered or (self.stop_ids and self.sampling.min_tokens))
+
     def commit(self, tokens: Sequence[int]) -> None:
         """Append committed tokens, the prompt's first."""
         for token in tokens:

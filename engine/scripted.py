@@ -196,6 +196,7 @@ class ScriptedDrafter:
         self.max_length = max_length
         self.max_rows = max_rows
         self.max_children = max_children
+        self.max_ahead = 0
         self.vocab_size = vocab_size
         self.delay_s = delay_s
         self.steps: list[DraftStep] = []

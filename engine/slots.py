@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from engine.errors import CacheError, EngineError
+from engine.errors import CacheError, EngineError, is_of_all
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -62,5 +62,7 @@ def one_by_one(requests: Sequence[R], run: Callable[[R], T]) -> list[T | Excepti
         try:
             results.append(run(request))
         except EngineError as exc:
+            if is_of_all(exc):
+                raise
             results.append(exc)
     return results

@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from engine.hf import quiet
+from engine.hf_load import quiet
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.hf import first_line, load_tokenizer
+from engine.hf_load import first_line, load_tokenizer
 
 MAX_PENDING = 64
 """Ids held back while their text is no valid character; past that they are shown as they decode."""
@@ -95,13 +95,13 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
+    def load(cls, directory: Path, *, trust_remote_code: bool = False) -> Tokenizer:
         """Load from a checkpoint directory.
 
         Raises:
             CheckpointError: there is no fast tokenizer.
         """
-        return cls(load_tokenizer(directory))
+        return cls(load_tokenizer(directory, trust_remote_code=trust_remote_code))
 
     @cached_property
     def vocab_size(self) -> int:

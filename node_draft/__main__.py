@@ -15,11 +15,10 @@ from engine.distilled import load_distilled
 from engine.drafter import HFDrafter
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
-from engine.model import CachedModel
 from engine.ngram import NgramDrafter
+from engine.prepare import ready_model
 from engine.replay import ReplayDrafter, emulated, from_trace, load_recordings
 from engine.runner import DraftRunner
-from engine.selfcheck import self_check
 from node_draft.config import DraftConfig
 from node_draft.node import DraftNode
 from node_draft.scheduler import DraftScheduler
@@ -35,7 +34,7 @@ MAX_TREE_ROWS = 256
 def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
     """Load the drafter that was asked for, with the identity it shows in the handshake."""
     torch.set_num_threads(config.threads)
-    checkpoint = Checkpoint(config.model, max_length=config.max_length)
+    checkpoint = Checkpoint(config.model, max_length=config.max_length, trust_remote_code=config.trust_remote_code)
     vocab_size = checkpoint.tokenizer.vocab_size
     kind, _, which = config.drafter.partition(":")
     if kind == "ngram":
@@ -57,9 +56,15 @@ def load(config: DraftConfig) -> tuple[CheckpointIdentity, DraftRunner]:
         num_layers = int(which) if kind == "layers" else None
         lm = checkpoint.load(dtype=dtype, device=device, num_layers=num_layers)
         identity = checkpoint.identity(num_layers=num_layers)
-    model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=MAX_TREE_ROWS)
-    if config.self_check:
-        self_check(model)
+    model = ready_model(
+        lm,
+        num_slots=config.slots,
+        max_length=checkpoint.max_length,
+        max_tree_rows=MAX_TREE_ROWS,
+        capture=config.capture,
+        check=config.self_check,
+        chain_vocab=vocab_size,
+    )
     return identity, HFDrafter(model, vocab_size=vocab_size)
 
 
@@ -75,6 +80,7 @@ async def serve(config: DraftConfig) -> int:
             num_slots=drafter.num_slots,
             max_length=drafter.max_length,
             max_rows=drafter.max_rows,
+            max_ahead=drafter.max_ahead,
         ),
         runner=drafter,
         executor=executor,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
+from engine.errors import is_of_all
 from engine.executor import ModelExecutor
 from engine.runner import DraftRunner
 from node_draft.scheduler import DraftScheduler
 from node_draft.session import Action, CloseSlot, FrameAnswered, OpenSlot, Send
 from speculation.ledger import PARTS, Round
 from speculation.passes import DraftResult, DraftStep
-from wire.aio.shell import NodeShell
+from wire.aio.shell import NodeShell, SlotCall
 from wire.aio.trace import TraceWriter
 from wire.metrics import Family, Histogram, histograms, labelled
 
@@ -79,10 +79,19 @@ class DraftNode(NodeShell):
             self.wake.clear()
             await self.wake.wait()
 
-    def _run(self, calls: list[Callable[[], None]], step: DraftStep) -> DraftResult | Exception:
-        """In the model's thread: open and free slots, then do the step."""
+    def _run(self, calls: list[SlotCall], step: DraftStep) -> DraftResult | Exception:
+        """In the model's thread: open and free slots, then do the step. A failure is its session's, if it can be."""
         self.call_all(calls)
-        return self.runner.step([step])[0]
+        failure = self.failure(step.slot)
+        if failure is not None:
+            return failure
+        try:
+            return self.runner.step([step])[0]
+        except Exception as exc:
+            if is_of_all(exc):
+                raise
+            log.exception("slot %d: the drafter failed", step.slot)
+            return exc
 
     def _perform(self, actions: list[Action], arrived_at: float) -> None:
         for action in actions:
@@ -91,9 +100,9 @@ class DraftNode(NodeShell):
                     self.send(action.message)
                 case OpenSlot(slot, sampling, num_prompt):
                     call = partial(self.runner.open, slot, sampling=sampling, num_prompt=num_prompt)
-                    self.call_before_next_work(call)
+                    self.call_before_next_work(slot, call)
                 case CloseSlot(slot):
-                    self.call_before_next_work(partial(self.runner.close, slot))
+                    self.call_before_next_work(slot, partial(self.runner.close, slot))
                 case FrameAnswered():
                     self._trace_round(action, arrived_at)
         self.settle(len(self.scheduler.sessions))

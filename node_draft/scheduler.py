@@ -51,6 +51,7 @@ class DraftScheduler:
     Args:
         growth: the policy of every session.
         num_slots, max_length, max_rows: of the runner.
+        max_ahead: of the runner.
         max_prefill: most committed tokens fed in one step, so that one long prompt does not hold up the others.
     """
 
@@ -61,12 +62,14 @@ class DraftScheduler:
         num_slots: int,
         max_length: int,
         max_rows: int,
+        max_ahead: int = 0,
         max_prefill: int = 128,
         max_in_flight: int = 256,
     ) -> None:
         self.growth = growth
         self.max_length = max_length
         self.max_rows = max_rows
+        self.max_ahead = max_ahead
         self.max_prefill = min(max_prefill, max_rows)
         self.max_in_flight = max_in_flight
         self.sessions: dict[str, Session] = {}
@@ -207,7 +210,15 @@ class DraftScheduler:
         session.draft_s += result.compute_s
         tree = session.tree
         session.cached.update(n for n in self._running_nodes if n in tree.nodes or n in session.accepted)
+        first_node = session.next_node
+        whole = True
         for parent, children in result.children.items():
+            if parent >= first_node:
+                # A chain's own node has been run. Where one of them has passed unseen its row is dropped, and those
+                # of the nodes behind it hang on nothing.
+                whole = whole and parent in tree.nodes
+                if whole:
+                    session.cached.add(parent)
             # ROOT means the last token that was committed when the step was planned, not now.
             anchor = parent if parent != ROOT else -session.num_cached
             for child in children:
@@ -274,6 +285,9 @@ class DraftScheduler:
         expand_root = complete and bool(commit) and ROOT in expansion.nodes
         if not (commit or rows):
             return None
+        num_ahead = 0
+        if len(rows) + expand_root == 1:
+            num_ahead = max(0, min(expansion.num_ahead, self.max_ahead, room - len(rows)))
         session.cached = {node for node in session.cached if node in tree.nodes}
         keep = frozenset(session.cached)
         session.accepted.clear()
@@ -287,6 +301,8 @@ class DraftScheduler:
             nodes=tuple(rows),
             expand_root=expand_root,
             num_children=expansion.num_children,
+            num_ahead=num_ahead,
+            first_node=session.next_node,
         )
 
     def _rows(self, session: Session, wanted: list[int], room: int) -> list[NodeRow]:

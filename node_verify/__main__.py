@@ -12,10 +12,9 @@ import torch
 from engine.checkpoint import Checkpoint, choose_format
 from engine.errors import EngineError
 from engine.executor import ModelExecutor
-from engine.model import CachedModel
+from engine.prepare import ready_model
 from engine.replay import ReplayTarget, load_recordings
 from engine.runner import TargetRunner
-from engine.selfcheck import self_check
 from engine.target import HFTarget
 from engine.timing import measure_pass_costs
 from node_verify.config import VerifyConfig
@@ -32,9 +31,9 @@ log = logging.getLogger("node_verify")
 
 
 def load(config: VerifyConfig) -> tuple[Checkpoint, TargetRunner, PassCosts]:
-    """Load the model, check that it scores a tree of candidates as it scores each path alone, and time its passes."""
+    """Load the model, make it ready, and time its passes."""
     torch.set_num_threads(config.threads)
-    checkpoint = Checkpoint(config.model, max_length=config.max_length)
+    checkpoint = Checkpoint(config.model, max_length=config.max_length, trust_remote_code=config.trust_remote_code)
     target = replay(config, checkpoint) if config.replay else load_target(config, checkpoint)
     costs = PassCosts(measure_pass_costs(target))
     log.info("a pass takes %.1f ms for one row, %.1f for %d", costs.seconds(1) * 1e3,
@@ -52,13 +51,18 @@ def replay(config: VerifyConfig, checkpoint: Checkpoint) -> TargetRunner:
 
 
 def load_target(config: VerifyConfig, checkpoint: Checkpoint) -> TargetRunner:
-    """The model itself."""
+    """The model itself: warmed up, captured, checked."""
     dtype, device = choose_format(config.dtype, on_cpu="float32")
     log.info("loading %s as %s on %s", checkpoint.name, dtype, device)
-    lm = checkpoint.load(dtype=dtype, device=device)
-    model = CachedModel(lm, num_slots=config.slots, max_length=checkpoint.max_length, max_tree_rows=config.max_rows)
-    if config.self_check:
-        self_check(model)
+    lm = checkpoint.load(dtype=dtype, device=device, device_map=config.device_map)
+    model = ready_model(
+        lm,
+        num_slots=config.slots,
+        max_length=checkpoint.max_length,
+        max_tree_rows=config.max_rows,
+        capture=config.capture,
+        check=config.self_check,
+    )
     return HFTarget(model, vocab_size=checkpoint.tokenizer.vocab_size)
 
 

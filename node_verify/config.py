@@ -17,6 +17,7 @@ class VerifyConfig(NodeConfig):
 
     max_rows: int
     patience_s: float
+    device_map: str
     local: tuple[bool, bool]
     gated: bool
     calibrate: bool
@@ -46,6 +47,10 @@ class VerifyConfig(NodeConfig):
             help="wait so long for candidates before decoding plainly; 0: never idle (the default)",
         )  # fmt: skip
         args.add_argument(
+            "--device-map", default="", choices=["", "auto", "balanced", "balanced_low_0", "sequential"],
+            help="spread the target's layers over the GPUs as transformers' device_map does; empty: the first GPU only",
+        )  # fmt: skip
+        args.add_argument(
             "--local", type=named(parse_local), default="recycle+suffix",
             help="what drafts beside the target: recycle (the target's own top tokens after the same words), suffix "
             "(what followed them in this text), recycle+suffix, or none",
@@ -72,7 +77,7 @@ class VerifyConfig(NodeConfig):
         )  # fmt: skip
         given = args.parse_args(argv)
         return cls(
-            max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, local=given.local,
+            max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, device_map=given.device_map, local=given.local,
             gated=given.switch_off == "auto", calibrate=given.scores == "calibrated",
             priced=given.row_costs == "measured", replay=given.replay, pace=given.pace, **node_values(args, given),
         )  # fmt: skip

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from engine.errors import is_of_all
 from engine.executor import ModelExecutor
 from engine.runner import TargetRunner
 from node_verify.requests import Request, RequestRefused, check_ids, make_request
 from node_verify.scheduler import VerifyScheduler
-from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work
+from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work, work_slot
 from node_verify.text import AnswerText, DecodeStream, answer_text, spelled
 from speculation.passes import VerifyResult
-from wire.aio.shell import NodeShell
+from wire.aio.shell import NodeShell, SlotCall
 from wire.aio.trace import TraceWriter
 from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, Tokenize, Tokenized
 from wire.metrics import Family, counter, gauge, labelled
@@ -150,13 +150,22 @@ class VerifyNode(NodeShell):
             ),
         ]
 
-    def _run(self, calls: list[Callable[[], None]], work: Work) -> VerifyResult | Exception | None:
-        """In the model's thread: open and free slots, then do the work."""
+    def _run(self, calls: list[SlotCall], work: Work) -> VerifyResult | Exception | None:
+        """In the model's thread: open and free slots, then do the work. A failure is its session's, if it can be."""
         self.call_all(calls)
-        if isinstance(work, Prefill):
-            self.runner.prefill(work.slot, work.start, work.end)
-            return None
-        return self.runner.verify([work.request])[0]
+        failure = self.failure(work_slot(work))
+        if failure is not None:
+            return failure
+        try:
+            if isinstance(work, Prefill):
+                self.runner.prefill(work.slot, work.start, work.end)
+                return None
+            return self.runner.verify([work.request])[0]
+        except Exception as exc:
+            if is_of_all(exc):
+                raise
+            log.exception("session %s: the target failed", work.session)
+            return exc
 
     async def _open(self, message: OpenSession) -> None:
         """Tokenize off the loop, then tell the scheduler."""
@@ -220,9 +229,9 @@ class VerifyNode(NodeShell):
                         num_prompt=num_prompt,
                         stop_ids=stop_ids,
                     )
-                    self.call_before_next_work(call)
+                    self.call_before_next_work(slot, call)
                 case CloseSlot(slot):
-                    self.call_before_next_work(partial(self.runner.close, slot))
+                    self.call_before_next_work(slot, partial(self.runner.close, slot))
                 case SessionEnded(session, reason, report):
                     log.info("session %s ended: %s", session, reason)
                     self._ended.update({"sessions": 1} | report)

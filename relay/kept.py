@@ -10,9 +10,8 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from wire.codec import decode
+from wire.codec import delta_tokens
 from wire.errors import ProtocolError
-from wire.messages import TextDelta
 
 MAX_RECENT_BYTES = 256 << 10
 FRAME_OVERHEAD_BYTES = 64
@@ -86,7 +85,10 @@ class KeptAnswer:
 
 
 def _append(ids: array[int], frame: bytes) -> None:
-    delta = decode(frame)
-    if not isinstance(delta, TextDelta) or delta.start > len(ids):
-        raise ProtocolError(f"tokens from {getattr(delta, 'start', None)} came when {len(ids)} was due")
-    ids.extend(delta.tokens[len(ids) - delta.start :])
+    start, tokens = delta_tokens(frame)
+    if not 0 <= start <= len(ids):
+        raise ProtocolError(f"tokens from {start} came when {len(ids)} was due")
+    try:
+        ids.extend(tokens[len(ids) - start :])
+    except (TypeError, OverflowError) as exc:
+        raise ProtocolError(f"tokens from {start} are no ids: {exc}") from None

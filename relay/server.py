@@ -253,6 +253,8 @@ class RelayServer:
             return None
         log.info("< %s is %s %s: %s", peer_id, hello.role, hello.name, hello.model or "no model")
         self.trace.write("peer_joined", now, peer=peer_id, role=hello.role, name=hello.name)
+        if hello.role == "client":
+            link.on_write = None  # nothing that is timed goes to clients
         self.links[peer_id] = link
         self.identities[peer_id] = identity
         welcome = Welcome(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -149,21 +150,28 @@ def main() -> None:
     torch.set_num_threads(1)
     checkpoint = Checkpoint(args.target, max_length=MAX_LENGTH)
     write_answers(checkpoint, args.answers, args.tokens)
-    target_ms = step_ms(checkpoint.load(), 1)
+    target_lm = checkpoint.load()
     measured: dict[str, Any] = {}
     for named in args.drafters:
         name, _, folder = named.partition("=")
         lm = load_distilled(Path(folder), checkpoint, dtype=args.dtype, device="cpu")
         about = json.loads((Path(folder) / "drafter.json").read_text())
         model = CachedModel(lm, num_slots=1, max_length=MAX_LENGTH, max_tree_rows=1)
+        kept = set(load_file(Path(folder) / "drafter.safetensors")["ids"].tolist())
         entry: dict[str, Any] = {
             "about": {k: v for k, v in about.items() if k not in ("history", "shards", "target_weights")},
             "ms per draft token": round(step_ms(lm, 1), 3),
         }
-        entry["share of a one-row target pass"] = round(entry["ms per draft token"] / target_ms, 4)
+        # Beside the drafter's, for the machine is not equally fast all the time.
+        entry["one-row target pass, float32, ms"] = round(step_ms(target_lm, 1), 3)
+        entry["share of a one-row target pass"] = round(
+            entry["ms per draft token"] / entry["one-row target pass, float32, ms"], 4
+        )
         for label, sampling in SAMPLINGS.items():
             rows = json.loads((args.answers / f"{label.replace('=', '')}.json").read_text())
             ranked = [(row["kind"], hits_of(model, row, sampling, checkpoint.tokenizer.vocab_size)) for row in rows]
+            inside = [token in kept for row in rows if row["kind"] == "chat" for token in row["answer"]]
+            entry[f"share of {label} chat tokens inside the head"] = round(statistics.fmean(inside), 4)
             entry[label] = {"all": figures(ranked)} | {
                 kind: figures([pair for pair in ranked if pair[0] == kind]) for kind in sorted({k for k, _ in ranked})
             }
@@ -171,12 +179,12 @@ def main() -> None:
         print(name, json.dumps({k: entry[k] for k in entry if "T=" not in k and k != "greedy"}), flush=True)
         print("   greedy chat", json.dumps(entry["greedy"]["chat"]), flush=True)
     if args.results:
-        report(args, measured, target_ms)
+        report(args, measured)
     if args.picture:
-        draw(args.picture, measured, target_ms)
+        draw(args.picture, measured)
 
 
-def report(args: argparse.Namespace, measured: dict[str, Any], target_ms: float) -> None:
+def report(args: argparse.Namespace, measured: dict[str, Any]) -> None:
     """Write the figures and the goals of the shipped drafter."""
     shipped = measured[args.shipped]
     chat = shipped["greedy"]["chat"]
@@ -189,7 +197,7 @@ def report(args: argparse.Namespace, measured: dict[str, Any], target_ms: float)
         parameters={
             "prompts": len(heldout_prompts()), "answer tokens": args.tokens, "drafter dtype": args.dtype, "threads": 1,
         },
-        figures={"one-row target pass, float32, ms": round(target_ms, 2), "drafters": measured},
+        figures={"drafters": measured},
         goals=[
             Goal("top-1 hit rate, greedy chat", ">= 0.60", chat["top1"], chat["top1"] >= 0.6),
             Goal("top-4 hit rate, greedy chat", ">= 0.80", chat["top4"], chat["top4"] >= 0.8),
@@ -198,13 +206,13 @@ def report(args: argparse.Namespace, measured: dict[str, Any], target_ms: float)
     )  # fmt: skip
 
 
-def draw(path: Path, measured: dict[str, Any], target_ms: float) -> None:
+def draw(path: Path, measured: dict[str, Any]) -> None:
     """Quality against cost, one point for each drafter."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for name, entry in measured.items():
-        x = entry["ms per draft token"]
+        x = 100 * entry["share of a one-row target pass"]
         for key, marker in (("top1", "o"), ("top4", "s")):
             axes.plot(x, entry["greedy"]["chat"][key], marker, color="C0" if key == "top1" else "C1")
         axes.annotate(
@@ -212,8 +220,8 @@ def draw(path: Path, measured: dict[str, Any], target_ms: float) -> None:
         )
     axes.axhline(0.60, color="C0", linestyle=":", label="goal top-1")
     axes.axhline(0.80, color="C1", linestyle=":", label="goal top-4")
-    axes.axvline(target_ms / 10, color="grey", linestyle="--", label="a tenth of a target pass")
-    axes.set_xlabel("ms per draft token, one core")
+    axes.axvline(10, color="grey", linestyle="--", label="goal: a tenth of a target pass")
+    axes.set_xlabel("draft step over one-row target pass, %, one core")
     axes.set_ylabel("hit rate, greedy chat (circles top-1, squares top-4)")
     axes.legend()
     figure.tight_layout()

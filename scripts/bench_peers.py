@@ -16,6 +16,7 @@ from pathlib import Path
 
 from wire.codec import encode
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity, Pong
+from wire.parts import Assembler, is_part
 
 OnFrame = Callable[[bytes, float], None]
 MASK = b"\x00\x00\x00\x00"
@@ -46,6 +47,7 @@ class Peer(asyncio.Protocol):
         self.open = asyncio.Event()
         self.lost = False
         self._buffer = bytearray()
+        self._assembler = Assembler()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello to HTTP."""
@@ -109,6 +111,11 @@ class Peer(asyncio.Protocol):
         return (begin, end) if end <= len(buffer) and end > start else None
 
     def _take(self, frame: bytes, now: float) -> None:
+        if is_part(frame) and self.websocket:
+            whole = self._assembler.take(frame)
+            if whole is None:
+                return
+            frame = whole
         if frame.startswith(b'{"type":"ping"'):
             self.send(masked(encode(Pong(number=int(frame[frame.rindex(b":") + 1 : -1])))))
         else:

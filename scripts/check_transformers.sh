@@ -20,4 +20,5 @@ if [ "$found" != "$version" ]; then
 fi
 exec "$python" -m pytest -q -p no:cacheprovider \
     tests/engine/test_model.py tests/engine/test_target.py tests/engine/test_drafter.py \
-    tests/engine/test_tokenizer.py tests/engine/test_checkpoint.py tests/engine/test_lean.py tests/engine/test_distilled.py
+    tests/engine/test_tokenizer.py tests/engine/test_checkpoint.py tests/engine/test_lean.py tests/engine/test_distilled.py \
+    tests/engine/test_architectures.py tests/engine/test_captured.py

@@ -22,10 +22,14 @@ SPARE_ENTRIES = 256
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Nodes (or ROOT) to run through the draft model next, and how many children to take of each."""
+    """Nodes (or ROOT) to run through the draft model next, and how many children to take of each.
+
+    `num_ahead`: how many more steps may follow along the best child before the policy is to be asked again.
+    """
 
     nodes: tuple[int, ...]
     num_children: int
+    num_ahead: int = 0
 
 
 @dataclass(slots=True)
@@ -116,11 +120,13 @@ class ChainGrowth:
             tip = next(iter(children.values()))
             depth += 1
         # The position after the tip must be worth a candidate: the target decides the last one by itself.
-        if depth >= self.frame_size + self.ahead or tree.length + depth >= limit - 1:
+        room = min(self.frame_size + self.ahead - depth, limit - 1 - tree.length - depth)
+        if room < 1:
             return None
         while frontier.pop(tree) is not None:
             pass
-        return Expansion((tip,), 1)
+        # No further than a frame, so that each is sent as soon as it is full.
+        return Expansion((tip,), 1, num_ahead=min(self.frame_size, room) - 1)
 
     def sendable(self, tree: Tree, node: int) -> bool:
         return True

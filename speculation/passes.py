@@ -86,6 +86,9 @@ class DraftStep:
         nodes: tree nodes to run, parents before children.
         expand_root: whether children of the last committed token are wanted (it must be the last of `commit`).
         num_children: children wanted for each row run in `nodes`, and for the root if expand_root.
+        num_ahead: up to so many times more, run the best child and take its best child in turn: a chain in one call.
+            For a single row whose one child is wanted, and a runner that has `max_ahead`.
+        first_node: id that the first child is going to have, if num_ahead; those of the chain follow it.
     """
 
     slot: int
@@ -96,6 +99,8 @@ class DraftStep:
     nodes: tuple[NodeRow, ...]
     expand_root: bool
     num_children: int
+    num_ahead: int = 0
+    first_node: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,10 @@ class Child:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftResult:
-    """Children by parent: -1 stands for the last committed token. Best child first."""
+    """Children by parent: -1 stands for the last committed token. Best child first.
+
+    Of a chain, parents are in path order: the row of the step, then `first_node` and so on, each of which has been run.
+    """
 
     children: dict[int, tuple[Child, ...]]
     compute_s: float = 0.0

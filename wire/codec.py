@@ -18,7 +18,7 @@ import orjson
 
 from wire.errors import FrameTooLarge, ProtocolError
 from wire.fields import build, check_text, shown
-from wire.messages import MAX_DURATION_S, MAX_FRAME_BYTES, MESSAGES, Message
+from wire.messages import MAX_DURATION_S, MAX_FRAME_BYTES, MESSAGES, Message, TextDelta
 
 _HEAD = re.compile(rb'\{"type":"([a-z_]{1,32})"(?:,"session":"([^"\\\x00-\x1f]{1,64})")?[,}]')
 
@@ -104,6 +104,19 @@ def append_residence(frame: bytes, relay_s: float) -> bytes:
     """
     marked = b'%b,"relay_s":%.6f}' % (frame[:-1], min(max(relay_s, 0.0), MAX_DURATION_S))
     return marked if frame.endswith(b"}") and len(marked) <= MAX_FRAME_BYTES else frame
+
+
+def delta_tokens(frame: bytes) -> tuple[int, list[int]]:
+    """Start and tokens of a `TextDelta` in canonical form, without building and checking the rest of it.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    data = _parse(frame)
+    start, tokens = data.get("start", 0), data.get("tokens", [])
+    if data.get("type") != TextDelta.type or type(start) is not int or type(tokens) is not list:
+        raise ProtocolError(f"a text_delta has start and tokens, got {shown(data)}")
+    return start, tokens
 
 
 def digest_ids(ids: Sequence[int]) -> str:

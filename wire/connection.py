@@ -157,6 +157,10 @@ class Connection:
         self._expect(State.WAIT_VERDICT)
         self._reject(code, message)
 
+    def heard(self, now: float) -> None:
+        """The peer is alive: a part of a frame has come."""
+        self._heard_at = now
+
     def receive(self, frame: bytes, now: float) -> list[Event]:
         """Take one frame.
 

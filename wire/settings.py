@@ -39,6 +39,8 @@ class NodeConfig:
     max_length: int
     threads: int
     self_check: bool
+    capture: bool
+    trust_remote_code: bool
     grace_s: float
     log_level: str
     trace: Path | None
@@ -77,13 +79,21 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
     arguments.add_argument("--region", default="", help="where the node runs")
     arguments.add_argument("--slots", type=whole(1, 256), default=4, help="sessions served at a time")
     arguments.add_argument(
-        "--max-length", type=whole(16, 1 << 20), default=2048,
-        help="most tokens of prompt + answer in a session; the cache is allocated for it",
+        "--max-length", type=length, default=2048,
+        help="most tokens of prompt + answer in a session, 0 for the model's own limit; the cache grows as it is used",
     )  # fmt: skip
     arguments.add_argument("--threads", type=whole(1, 1024), default=1, help="threads of one forward pass on a CPU")
     arguments.add_argument(
         "--self-check", action=argparse.BooleanOptionalAction, default=True,
         help="hold the loaded model to the memory contract before it serves (under a second)",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--capture", action=argparse.BooleanOptionalAction, default=True,
+        help="capture passes as graphs on a GPU, before the node says that it is ready",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--trust-remote-code", action=argparse.BooleanOptionalAction, default=False,
+        help="run Python code that comes with the checkpoint, for architectures that transformers does not know",
     )  # fmt: skip
     arguments.add_argument("--grace-s", type=float, default=20.0, help="how long SIGTERM lets answers finish")
     arguments.add_argument(
@@ -121,6 +131,11 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def length(text: str) -> int:
+    """An argument type: a number of tokens, or 0 for what the model allows."""
+    return 0 if text == "0" else whole(16, 1 << 20)(text)
 
 
 def named(parse: Callable[[str], T]) -> Callable[[str], T]:

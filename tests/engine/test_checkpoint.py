@@ -1,13 +1,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from engine.capturer import Uncaptured
 from engine.checkpoint import Checkpoint, digest_weights
 from engine.errors import CheckpointError
-from engine.hf import load_config, refuse_windows
 from engine.model import CachedModel
 from engine.selfcheck import self_check
 from engine.tiny import tiny_checkpoint
@@ -75,29 +77,6 @@ def test_missing_or_broken_weights_are_refused(copied: Path) -> None:
         Checkpoint(str(copied)).load()
 
 
-def test_c025_a_window_smaller_than_the_sessions_is_refused_with_the_reason(tmp_path: Path) -> None:
-    path = str(tiny_checkpoint(tmp_path / "m", seed=1, arch="mistral", max_length=128, sliding_window=16))
-    with pytest.raises(CheckpointError, match=r"window of 16: a cache that has wrapped cannot be rewound.*16 or less"):
-        Checkpoint(path)
-    with pytest.raises(CheckpointError, match="window of 16"):
-        Checkpoint(path, max_length=17)
-    lm = Checkpoint(path, max_length=16).load()
-    model = CachedModel(lm, num_slots=1, max_length=16, max_tree_rows=4)
-    self_check(model)
-
-
-def test_c025_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
-    path = tiny_checkpoint(tmp_path / "m", seed=1, arch="qwen2", use_sliding_window=True, max_window_layers=1)
-    config = load_config(path)
-    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
-    refuse_windows(config, 4096, "m")
-    with pytest.raises(CheckpointError, match="sliding_attention layers with a window of 4096"):
-        refuse_windows(config, 4097, "m")
-    config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(CheckpointError, match="linear_attention layers: their state cannot be rewound"):
-        refuse_windows(config, 16, "m")
-
-
 def test_c028_end_tokens_are_the_union_of_tokenizer_and_configs(copied: Path) -> None:
     edit(copied, "generation_config.json", eos_token_id=[2, 300])
     edit(copied, "config.json", eos_token_id=301)
@@ -156,3 +135,69 @@ def test_two_seeds_write_two_checkpoints_and_one_seed_the_same(tmp_path: Path) -
     )
     assert one == same
     assert one.weights != other.weights
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_own_code(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of an architecture that transformers does not know, with its code beside it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(copied.parent / "modules"))
+    (copied / "own.py").write_text(OWN_CODE)
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    edit(copied, "config.json", model_type="own-llama", architectures=["OwnForCausalLM"], auto_map=auto_map)
+    return copied
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked(with_own_code: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"brings Python code of its own, which is not run.*--trust-remote-code"):
+        Checkpoint(str(with_own_code))
+    assert not (with_own_code.parent / "modules").exists()
+
+
+def test_code_that_comes_with_a_checkpoint_is_run_when_trusted(with_own_code: Path) -> None:
+    lm = Checkpoint(str(with_own_code), trust_remote_code=True).load()
+    assert type(lm.model).__name__ == "OwnForCausalLM"
+    self_check(CachedModel(lm, num_slots=1, max_length=64, max_tree_rows=8))
+
+
+def test_a_device_map_places_the_layers_and_the_cache_follows(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    original = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args: Any, **options: Any) -> Any:
+        given.append(options.get("device_map"))
+        return original(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    lm = Checkpoint(str(copied)).load(device_map="auto")
+    assert given == ["auto"]
+    model = CachedModel(lm, num_slots=1, max_length=64, max_tree_rows=8)
+    assert {tensor.device for segment in model.cache.segments for tensor in segment.tensors} == {lm.device}
+    self_check(model)
+
+
+def test_a_device_map_without_accelerate_says_what_to_install(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.hf_load.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="--device-map auto needs the package accelerate: pip install accelerate"):
+        Checkpoint(str(copied)).load(device_map="auto")
+
+
+@pytest.mark.gpu
+def test_a_device_map_spreads_layers_over_gpus(copied: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    lm = Checkpoint(str(copied)).load(device_map="balanced")
+    assert len({layer.device for layer in lm.layers}) > 1
+    self_check(CachedModel(lm, num_slots=1, max_length=64, max_tree_rows=8, capturer=Uncaptured()))

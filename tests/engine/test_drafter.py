@@ -91,8 +91,7 @@ def test_stale_rows_are_never_read(lm: CausalLM) -> None:
     drafter.open(0, sampling=Sampling(), num_prompt=3)
     step(drafter, commit=(5, 9, 200), nodes=rows((0, -1, 20), (1, 0, 21), (2, -1, 22)))
     step(drafter, accepted=(0,), commit_start=4)
-    for tensor in (*model.cache.keys, *model.cache.values):
-        tensor[0, :, model.rows[0].used :] = math.nan
+    model.cache.fill(0, model.rows[0].used, model.cache.capacity, math.nan)
     result = step(drafter, commit_start=4, commit=(30,))
     assert_children(lm, result, -1, [5, 9, 200, 20, 30], Sampling())
 

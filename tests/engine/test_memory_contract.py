@@ -15,6 +15,7 @@ import torch
 from engine.cache import KVCache
 from engine.checkpoint import Checkpoint
 from engine.drafter import HFDrafter
+from engine.eager import EagerPasses
 from engine.errors import CheckpointError
 from engine.hf import CausalLM, FixedLayer
 from engine.model import CachedModel
@@ -117,7 +118,7 @@ def test_the_self_check_passes_and_leaves_the_slot_as_it_was(lm: CausalLM) -> No
     model = make_model(lm)
     self_check(model)
     assert model.rows[0].used == 0
-    assert all(not storage[0].any() for storage in (*model.cache.keys, *model.cache.values))
+    assert all(not tensor[:, :64].any() for pair in model.cache.rows_of(0) for tensor in pair)
 
 
 def _concatenate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +129,7 @@ def _concatenate(monkeypatch: pytest.MonkeyPatch) -> None:
         self.grown = (keys, values) if grown is None else tuple(
             torch.cat([old, new], 2) for old, new in zip(grown, (keys, values), strict=True)
         )  # fmt: skip
-        length = self.window.length
+        length = self.attached.window.length
         return self.grown[0][:, :, -length:], self.grown[1][:, :, -length:]
 
     monkeypatch.setattr(FixedLayer, "update", update)
@@ -143,55 +144,55 @@ def _no_rewind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _see_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: CachedModel, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
+    def run(self: EagerPasses, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
         self._mask[:, :, :num_rows, :length] = True
         return original(self, num_rows, length, num_logits)
 
-    original = CachedModel._run
-    monkeypatch.setattr(CachedModel, "_run", run)
+    original = EagerPasses._run
+    monkeypatch.setattr(EagerPasses, "_run", run)
 
 
 def _no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: CachedModel, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
+    def run(self: EagerPasses, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
         self._positions[:, :num_rows] = 0
         return original(self, num_rows, length, num_logits)
 
-    original = CachedModel._run
-    monkeypatch.setattr(CachedModel, "_run", run)
+    original = EagerPasses._run
+    monkeypatch.setattr(EagerPasses, "_run", run)
 
 
 def _one_output_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = torch.zeros(64, 512)
 
-    def run(self: CachedModel, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
+    def run(self: EagerPasses, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
         logits = original(self, num_rows, length, num_logits)
         out = buffer[: logits.shape[0], : logits.shape[1]]
         return out.copy_(logits)
 
-    original = CachedModel._run
-    monkeypatch.setattr(CachedModel, "_run", run)
+    original = EagerPasses._run
+    monkeypatch.setattr(EagerPasses, "_run", run)
 
 
 def _longer_view(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view of a whole bucket, masked: 0 x NaN is NaN, so stale rows are read after all."""
 
-    def run(self: CachedModel, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
+    def run(self: EagerPasses, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
         longer = length + 8
         self._mask[:, :, :num_rows, length:longer] = False
-        self._attached.window.length = longer
+        self._window.length = longer
         return original(self, num_rows, longer, num_logits)
 
-    original = CachedModel._run
-    monkeypatch.setattr(CachedModel, "_run", run)
+    original = EagerPasses._run
+    monkeypatch.setattr(EagerPasses, "_run", run)
 
 
 def _moving_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: CachedModel, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
+    def run(self: EagerPasses, num_rows: int, length: int, num_logits: int) -> torch.Tensor:
         self._mask = self._mask.clone()
         return original(self, num_rows, length, num_logits)
 
-    original = CachedModel._run
-    monkeypatch.setattr(CachedModel, "_run", run)
+    original = EagerPasses._run
+    monkeypatch.setattr(EagerPasses, "_run", run)
 
 
 @pytest.mark.parametrize(

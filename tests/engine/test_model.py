@@ -1,3 +1,4 @@
+import math
 import random
 
 import pytest
@@ -20,8 +21,7 @@ def make_model(lm: CausalLM, *, num_slots: int = 2, max_length: int = 96, max_tr
 def poison_stale(model: CachedModel) -> None:
     """Put NaN in every row that is not in use."""
     for slot, rows in enumerate(model.rows):
-        for tensor in (*model.cache.keys, *model.cache.values):
-            tensor[slot, :, rows.used :] = float("nan")
+        model.cache.fill(slot, rows.used, model.cache.capacity, math.nan)
 
 
 def fresh_logits(lm: CausalLM, tokens: list[int]) -> Tensor:
@@ -164,10 +164,10 @@ def test_a_failed_pass_leaves_the_bookkeeping_as_it_was(lm: CausalLM, monkeypatc
     model = make_model(lm)
     model.forward(0, [1, 2, 3], num_committed=3)
 
-    def fail(*_: int) -> Tensor:
+    def fail(*_: object) -> Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(model, "_run", fail)
+    monkeypatch.setattr(model._passes, "run", fail)
     with pytest.raises(RuntimeError, match="memory"):
         model.forward(0, [4, 5], num_committed=1, parents=[3])
     assert (model.rows[0].length, model.rows[0].used) == (3, 3)

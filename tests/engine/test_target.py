@@ -248,8 +248,7 @@ def test_nan_logits_end_one_session_of_the_batch(lm: CausalLM) -> None:
     target, model = make_target(lm, num_slots=2)
     start(target, [5, 9, 200])
     start(target, [5, 9, 200], slot=1)
-    for tensor in model.cache.values:
-        tensor[0, :, :2] = math.nan
+    model.cache.fill(0, 0, 2, math.nan)
     passes = [VerifyPass(slot=slot, start=3, tokens=(200,), parents=(-1,), max_tokens=5) for slot in (0, 1)]
     bad, good = target.verify(passes)
     assert isinstance(bad, NumericalError)

@@ -58,3 +58,24 @@ def test_c036_the_buffer_starts_at_50() -> None:
     assert kept.since(57) == frames[57:]
     assert kept.since(50) == frames[50:]
     assert kept.since(49) is None
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"{",
+        b"[]",
+        b'{"type":"done","session":"s","start":0,"tokens":[1]}',
+        b'{"type":"text_delta","session":"s","start":-1,"tokens":[1]}',
+        b'{"type":"text_delta","session":"s","start":true,"tokens":[1]}',
+        b'{"type":"text_delta","session":"s","start":0,"tokens":"1"}',
+        b'{"type":"text_delta","session":"s","start":0,"tokens":["1"]}',
+        b'{"type":"text_delta","session":"s","start":0,"tokens":[1.5]}',
+        b'{"type":"text_delta","session":"s","start":0,"tokens":[2147483648]}',
+    ],
+)
+def test_what_is_no_delta_is_a_protocol_error(frame: bytes) -> None:
+    kept = KeptAnswer(b"")
+    kept.add(frame)
+    with pytest.raises(ProtocolError):
+        kept.tokens()

@@ -270,7 +270,9 @@ async def test_c032_an_oversize_frame_costs_its_sender_the_link_and_nobody_else(
     await verify.expect(OpenSession)
     await verify.expect(Paired)
     big = await relay.join("client")
-    big.send(b"x" * (MAX_FRAME_BYTES + 1))
+    with pytest.raises(FrameTooLarge):
+        big.send(b"x" * (MAX_FRAME_BYTES + 1))
+    await big.link.websocket.send(b"x" * (MAX_FRAME_BYTES + 1), text=True)
     await asyncio.wait_for(big.gone.wait(), BOUND_S)
     assert "1009" in str(big.lost)
     verify.send(delta())

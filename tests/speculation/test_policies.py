@@ -41,10 +41,10 @@ def test_c003_no_candidate_is_drafted_that_the_budget_has_no_room_for(remaining:
 def test_a_chain_starts_at_the_root_and_goes_on_at_its_tip() -> None:
     tree = Tree([1])
     policy = ChainGrowth(4, 0)
-    assert policy.expand(tree, Frontier(), root_is_new=False, limit=99, room=8) == Expansion((ROOT,), 1)
+    assert policy.expand(tree, Frontier(), root_is_new=False, limit=99, room=8) == Expansion((ROOT,), 1, num_ahead=3)
     tree.add(0, -1, 5, -0.1)
     tree.add(1, 0, 6, -0.1)
-    assert policy.expand(tree, Frontier(), root_is_new=False, limit=99, room=8) == Expansion((1,), 1)
+    assert policy.expand(tree, Frontier(), root_is_new=False, limit=99, room=8) == Expansion((1,), 1, num_ahead=1)
 
 
 def test_a_frame_goes_out_when_it_is_full_or_when_nothing_more_will_come() -> None:

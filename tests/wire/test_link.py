@@ -17,7 +17,7 @@ from wire.aio import link as link_module
 from wire.aio.link import Link, closed_by, dial, link_options, without_secrets
 from wire.codec import append_residence, decode, encode
 from wire.errors import LinkLost, PeerMismatch, ProtocolError, QueueFull, Refused, VersionMismatch
-from wire.messages import MAX_FRAME_BYTES, Acceptance, Cancel, Error, Hello, Release
+from wire.messages import MAX_FRAME_BYTES, Acceptance, Cancel, Error, Hello, OpenSession, Release
 
 if TYPE_CHECKING:
     from tests.wire.conftest import RelayDouble
@@ -106,7 +106,7 @@ async def test_a_peer_that_does_not_read_fills_a_bounded_queue(relay: RelayDoubl
         ):
             link.send(b"x" * 101)
         assert (link.num_queued, link.queued_bytes) == (1, 900)
-        link.max_queued_frames = 1
+        link._outbox.max_frames = 1
         with pytest.raises(QueueFull):
             link.send(b"x")
 
@@ -167,7 +167,7 @@ async def test_a_pong_brings_the_next_ping_forward(relay: RelayDouble, secret: s
 async def test_c032_an_oversize_frame_is_our_side_closing(relay: RelayDouble, secret: str, hello: Hello) -> None:
     link = await dial(relay.url, secret=secret, hello=hello)
     async with running(link) as (_, task):
-        link.send(b" " * (MAX_FRAME_BYTES + 1))
+        await link.websocket.send(b" " * (MAX_FRAME_BYTES + 1), text=True)
         assert "closed by the peer with code 1009" in await lost(task)
         assert "closed by us with code 1009" in str(await relay.ended.get())
 
@@ -367,3 +367,36 @@ async def test_a_peer_that_upgrades_and_then_says_nothing_is_dropped(relay: Rela
     async with connect(relay.url, additional_headers=headers, proxy=None, **link_options()):
         ended = await asyncio.wait_for(relay.ended.get(), 5.0)
     assert "did not complete its handshake within 1 s" in str(ended)
+
+
+async def test_c044_a_small_frame_overtakes_a_big_one_on_a_link_that_is_full(
+    relay: RelayDouble, secret: str, hello: Hello
+) -> None:
+    """The peer stops reading until the socket is full of the big frame; what is sent then arrives before its end."""
+    link = await dial(relay.url, secret=secret, hello=hello)
+    async with running(link):
+        (far,) = relay.links
+        far.websocket.transport.pause_reading()
+        big = encode(OpenSession(session="big", prompt="x" * 900_000))
+        for _ in range(7):
+            link.send(big)
+        await asyncio.wait_for(link._full.wait(), 10.0)
+        small = encode(Cancel(session="small"))
+        link.send(small)
+        far.websocket.transport.resume_reading()
+        came = [await asyncio.wait_for(relay.frames.get(), 20.0) for _ in range(8)]
+        assert sorted(map(len, came)) == sorted([len(small)] + 7 * [len(big)])
+        assert came[-1] != small
+
+
+async def test_c044_a_part_of_a_frame_is_a_sign_of_life(relay: RelayDouble, secret: str, hello: Hello) -> None:
+    link = await dial(relay.url, secret=secret, hello=hello)
+    async with running(link):
+        (far,) = relay.links
+        before = far.connection._heard_at
+        await link.websocket.send(b"\0\0x", text=False)
+        link.send(encode(Cancel(session="s")))
+        assert await asyncio.wait_for(relay.frames.get(), 10.0) == encode(Cancel(session="s"))
+        assert far.connection._heard_at > before
+        await link.websocket.send(b"\0\1y", text=False)
+        assert isinstance(await asyncio.wait_for(relay.ended.get(), 10.0), ProtocolError), "xy is no frame"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import connect
@@ -20,11 +20,13 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidPro
 from websockets.protocol import State as WebSocketState
 
 from wire.aio.causes import closed_by, first
-from wire.aio.sockets import CLOSE_TIMEOUT_S, QUIET, WebSocket, link_options, set_nodelay, text_header
+from wire.aio.sockets import BINARY, CLOSE_TIMEOUT_S, QUIET, TEXT, WebSocket, link_options, server_header, set_nodelay
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
-from wire.errors import LinkLost, ProtocolError, QueueFull, Refused
+from wire.errors import LinkLost, ProtocolError, Refused
 from wire.messages import Hello, Message, Welcome
+from wire.outbox import Outbox
+from wire.parts import Assembler, is_part
 
 OnFrame = Callable[[str, str | None, bytes, float], None]
 """Called with type, session, frame and time of arrival."""
@@ -67,15 +69,13 @@ class Link:
     ) -> None:
         self.websocket = websocket
         self.connection = connection
-        self.max_queued_frames = max_queued_frames
-        self.max_queued_bytes = max_queued_bytes
-        self.queued_bytes = 0
-        self._on_write = on_write
+        self._outbox = Outbox(max_queued_frames, max_queued_bytes)
+        self.on_write = on_write
         self._on_malformed = on_malformed
         self.pace = pace
         self.num_read = self.num_written = 0
         self.bytes_read = self.bytes_written = 0
-        self._queue: deque[tuple[bytes, float]] = deque()
+        self._assembler = Assembler()
         self._flushing: asyncio.Handle | None = None
         self._running = False
         self._full = asyncio.Event()
@@ -97,7 +97,12 @@ class Link:
     @property
     def num_queued(self) -> int:
         """Frames that wait to be written."""
-        return len(self._queue)
+        return len(self._outbox)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Their size."""
+        return self._outbox.num_bytes
 
     def send(self, message: Message | bytes, *, now: float | None = None) -> None:
         """Queue a frame. `now` is when it was ours to send, if that was earlier.
@@ -107,12 +112,8 @@ class Link:
             FrameTooLarge: the message does not fit a frame.
         """
         frame = message if isinstance(message, bytes) else encode(message)
-        if len(self._queue) >= self.max_queued_frames or self.queued_bytes + len(frame) > self.max_queued_bytes:
-            raise QueueFull(
-                f"{len(self._queue)} frames ({self.queued_bytes} bytes) wait already; the limits are "
-                f"{self.max_queued_frames} frames and {self.max_queued_bytes} bytes"
-            )
-        self._put(frame, self._loop.time() if now is None else now)
+        self._outbox.add(frame, self._loop.time() if now is None else now)
+        self._flush_soon()
 
     async def handshake(self) -> Opened | PeerHello:
         """Exchange frames until the peer is known: its Hello for an acceptor, the Welcome for a dialer.
@@ -182,14 +183,18 @@ class Link:
             # The library's own close_timeout starts only when its send buffer has room for the close frame, which it
             # never has on a path that died while full.
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.websocket.close(code, reason)
+                # asyncio's transport has no loop any more once it has flushed and closed, and falls over the library's
+                # abort; but then it is closed.
+                with suppress(AttributeError):
+                    await self.websocket.close(code, reason)
         except TimeoutError:
             self.abort()
             await self.websocket.wait_closed()
 
     def abort(self) -> None:
         """Cut the socket, without a word."""
-        self.websocket.transport.abort()
+        with suppress(AttributeError):  # see `close`
+            self.websocket.transport.abort()
 
     async def flush(self) -> None:
         """Wait until everything queued has been handed to the socket."""
@@ -214,6 +219,12 @@ class Link:
                     await asyncio.sleep(wait_s)
                     now = loop.time()
             try:
+                if is_part(frame):
+                    whole = self._assembler.take(frame)
+                    if whole is None:
+                        self.connection.heard(now)
+                        continue
+                    frame = whole
                 events = self.connection.receive(frame, now)
             except ProtocolError as exc:
                 if self._on_malformed is None or self.connection.state is not State.OPEN:
@@ -241,37 +252,50 @@ class Link:
             self._write_queued()
 
     def _write_queued(self) -> None:
-        """Hand what is queued to the socket, as far as it takes it."""
+        """Hand what is queued to the socket, as far as it takes it; of a big frame, a part behind all small ones."""
         self._flushing = None
-        protocol, transport = self.websocket.protocol, self.websocket.transport
-        if not self._queue:
+        websocket, outbox = self.websocket, self._outbox
+        if not outbox:
             self._drained.set()
             return
-        if not self._running or self._full.is_set() or protocol.state is not WebSocketState.OPEN:
+        if not self._running or self._full.is_set() or websocket.protocol.state is not WebSocketState.OPEN:
             return
         now, num_bytes = self._loop.time(), 0
-        parts: list[bytes] = []
-        while self._queue and num_bytes < MAX_WRITE_BYTES:
-            frame, queued_at = self._queue.popleft()
-            self.queued_bytes -= len(frame)
-            if self._on_write is not None:
-                frame = self._on_write(frame, queued_at, now)
-            if self._masks:
-                protocol.send_text(frame)
+        written: list[bytes] = []
+        on_write, masks = self.on_write, self._masks
+        for frame, queued_at in outbox.take_small(MAX_WRITE_BYTES):
+            if on_write is not None:
+                frame = on_write(frame, queued_at, now)
+            size = len(frame)
+            num_bytes += size
+            if masks:
+                websocket.protocol.send_text(frame)
             else:
-                parts += (text_header(len(frame)), frame)
+                written += (server_header(size), frame)
+            self.num_written += 1
+        if num_bytes < MAX_WRITE_BYTES and (entry := outbox.take_big()) is not None:
+            frame = entry[0]
+            opcode = BINARY if is_part(frame) else TEXT
+            if not masks:
+                written += (server_header(len(frame), opcode), frame)
+            elif opcode == TEXT:
+                websocket.protocol.send_text(frame)
+            else:
+                websocket.protocol.send_binary(frame)
             num_bytes += len(frame)
             self.num_written += 1
         self.bytes_written += num_bytes
-        transport.write(b"".join(parts or protocol.data_to_send()))
-        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        websocket.transport.write(b"".join(written or websocket.protocol.data_to_send()))
+        # Parts go only as fast as the socket takes them; what is small need not wait for its acknowledgement.
+        if websocket.transport.get_write_buffer_size() > (0 if outbox.has_big else MAX_UNSENT_BYTES):
             self._full.set()
-        elif self._queue:
+        elif outbox:
             self._flush_soon()
         else:
             self._drained.set()
 
     def _flush_soon(self) -> None:
+        self._drained.clear()
         if self._flushing is None:
             self._flushing = self._loop.call_soon(self._write_queued)
 
@@ -293,22 +317,9 @@ class Link:
                     )
                 self._put_own(loop.time())
 
-    def _put(self, frame: bytes, now: float) -> None:
-        self._queue.append((frame, now))
-        self.queued_bytes += len(frame)
-        self._drained.clear()
-        self._flush_soon()
-
     def _put_own(self, now: float) -> None:
-        """Frames of the machine itself go in front: a Pong behind a megabyte of answers would be late."""
-        frames = self.connection.frames_to_send()
-        if len(self._queue) + len(frames) > 2 * self.max_queued_frames:
-            raise QueueFull(f"{len(self._queue)} frames wait already, and the peer asks for more")
-        for frame in reversed(frames):
-            self._queue.appendleft((frame, now))
-            self.queued_bytes += len(frame)
-            self._drained.clear()
-            self._flush_soon()
+        self._outbox.add_first(self.connection.frames_to_send(), now)
+        self._flush_soon()
 
     async def _write_own(self) -> None:
         for frame in self.connection.frames_to_send():

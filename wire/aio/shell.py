@@ -13,6 +13,8 @@ from wire.messages import Draining, Error, Message
 from wire.metrics import Family, gauge
 
 log = logging.getLogger(__name__)
+SlotCall = tuple[int, Callable[[], None]]
+"""A slot, and what opens or frees it."""
 
 
 class NodeShell:
@@ -29,7 +31,8 @@ class NodeShell:
         self._idle = asyncio.Event()
         self._idle.set()
         self._num_sessions = 0
-        self._slot_calls: list[Callable[[], None]] = []
+        self._slot_calls: list[SlotCall] = []
+        self._failed: dict[int, Exception] = {}
         self.draining = False
 
     def on_link(self, link: Link) -> None:
@@ -56,14 +59,28 @@ class NodeShell:
             self.send(Error(code="malformed", message=str(exc)))
             return None
 
-    def call_before_next_work(self, call: Callable[[], None]) -> None:
+    def call_before_next_work(self, slot: int, call: Callable[[], None]) -> None:
         """Have the model's thread open or free a slot, in order, before it does anything else."""
-        self._slot_calls.append(call)
+        self._slot_calls.append((slot, call))
 
-    def take_slot_calls(self) -> list[Callable[[], None]]:
+    def take_slot_calls(self) -> list[SlotCall]:
         """The calls that are due, once."""
         calls, self._slot_calls = self._slot_calls, []
         return calls
+
+    def call_all(self, calls: list[SlotCall]) -> None:
+        """Make the calls; in the model's thread. One that fails costs its session alone: see `failure`."""
+        for slot, call in calls:
+            self._failed.pop(slot, None)
+            try:
+                call()
+            except Exception as exc:
+                log.exception("slot %d could not be opened or freed", slot)
+                self._failed[slot] = exc
+
+    def failure(self, slot: int) -> Exception | None:
+        """Why the slot could not be opened, to be given as the result of its first work; in the model's thread."""
+        return self._failed.get(slot)
 
     def settle(self, num_sessions: int) -> None:
         """Something has happened, and so many sessions are open now."""
@@ -98,12 +115,6 @@ class NodeShell:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("%d sessions did not end within %g s", self._num_sessions, grace_s)
-
-    @staticmethod
-    def call_all(calls: list[Callable[[], None]]) -> None:
-        """Make the calls; in the model's thread."""
-        for call in calls:
-            call()
 
     @staticmethod
     def now() -> float:

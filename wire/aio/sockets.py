@@ -13,6 +13,10 @@ from wire.messages import MAX_FRAME_BYTES
 
 WebSocket = ClientConnection | ServerConnection
 CLOSE_TIMEOUT_S = 1.0
+TEXT, BINARY = 0x81, 0x82
+"""First bytes of whole frames: final, and of this kind."""
+UNSENT_LOW_BYTES = 64 << 10
+_SHORT = tuple(bytes((TEXT, num_bytes)) for num_bytes in range(126))
 QUIET = logging.getLogger("websockets.foredraft")
 """The library's log. It tells of failed handshakes with tracebacks, and of headers, the secret's among them, at its
 debug level; what matters of both is told by our own loggers."""
@@ -31,16 +35,22 @@ def link_options() -> dict[str, Any]:
 
 
 def set_nodelay(websocket: WebSocket) -> None:
-    """Frames are small and urgent; waiting to fill a segment costs a delayed acknowledgement, about 40 ms."""
+    """Frames are small and urgent; waiting to fill a segment costs a delayed acknowledgement, about 40 ms.
+
+    Nor may megabytes of a big frame wait in the kernel, where nothing can overtake them.
+    """
     sock: socket.socket | None = websocket.transport.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sock is None:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_LOW_BYTES)
 
 
-def text_header(num_bytes: int) -> bytes:
-    """What stands before an unmasked text frame of so many bytes (RFC 6455, section 5.2)."""
+def server_header(num_bytes: int, opcode: int = TEXT) -> bytes:
+    """What stands before an unmasked frame of so many bytes (RFC 6455, section 5.2)."""
     if num_bytes < 126:
-        return bytes((0x81, num_bytes))
+        return _SHORT[num_bytes] if opcode == TEXT else bytes((opcode, num_bytes))
     if num_bytes < 1 << 16:
-        return b"\x81\x7e" + num_bytes.to_bytes(2, "big")
-    return b"\x81\x7f" + num_bytes.to_bytes(8, "big")
+        return bytes((opcode, 126)) + num_bytes.to_bytes(2, "big")
+    return bytes((opcode, 127)) + num_bytes.to_bytes(8, "big")

@@ -1,0 +1,41 @@
+"""The flags of the nodes: defaults, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from node_draft.config import DraftConfig
+from node_verify.config import VerifyConfig
+
+NEEDED = ["--relay", "ws://127.0.0.1:1", "--model", "m"]
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_SECRET", "a-secret-of-the-tests")
+
+
+@pytest.mark.parametrize("config", [VerifyConfig, DraftConfig])
+def test_a_checkpoints_own_code_is_not_trusted_unless_asked_and_passes_are_captured(
+    config: type[VerifyConfig | DraftConfig],
+) -> None:
+    default = config.read(NEEDED)
+    assert (default.trust_remote_code, default.capture, default.self_check) == (False, True, True)
+    asked = config.read([*NEEDED, "--trust-remote-code", "--no-capture", "--max-length", "0"])
+    assert (asked.trust_remote_code, asked.capture, asked.max_length) == (True, False, 0)
+
+
+def test_the_device_map_is_transformers_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert VerifyConfig.read(NEEDED).device_map == ""
+    assert VerifyConfig.read([*NEEDED, "--device-map", "auto"]).device_map == "auto"
+    with pytest.raises(SystemExit) as caught:
+        VerifyConfig.read([*NEEDED, "--device-map", "everywhere"])
+    assert caught.value.code == 2
+    assert "--device-map: invalid choice: 'everywhere'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["15", "-1", "x", "2097152"])
+def test_a_maximum_length_out_of_bounds_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        VerifyConfig.read([*NEEDED, "--max-length", value])
+    assert f"--max-length: must be an integer in 16..1048576, got '{value}'" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""The verify node's shell: a failure of the runner ends the session it belongs to, or the whole node, and nothing
+between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engine.errors import CacheError, EngineDead
+from engine.executor import ModelExecutor
+from engine.scripted import ScriptedTarget
+from engine.scripted_logits import hash_logits
+from node_verify.node import VerifyNode
+from node_verify.scheduler import VerifyScheduler
+from node_verify.text import DecodeStream
+from speculation.passes import Sampling, VerifyPass, VerifyResult
+from speculation.selection import BestFirst
+from wire.aio.trace import TraceWriter
+from wire.codec import encode
+from wire.messages import Done, Error, Message, OpenSession, TextDelta
+
+VOCAB = 64
+
+
+class Letters:
+    """Tokenizer and decode stream of one letter a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % VOCAB for letter in text]
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return [1]
+
+    def decode_stream(self, prompt_ids: list[int]) -> DecodeStream:
+        return self
+
+    def push(self, token: int) -> str:
+        return chr(0x100 + token)
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakeLink:
+    """Keeps what is sent, and tells when a session has ended."""
+
+    rtt_s = 0.0
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[Message]] = {}
+        self.ended: dict[str, asyncio.Event] = {}
+
+    def send(self, message: Message) -> None:
+        session = str(getattr(message, "session", ""))
+        self.sent.setdefault(session, []).append(message)
+        if isinstance(message, (Done, Error)):
+            self.ended.setdefault(session, asyncio.Event()).set()
+
+    def num_tokens(self, session: str) -> int:
+        return sum(len(m.tokens) for m in self.sent.get(session, []) if isinstance(m, TextDelta))
+
+
+class FailingTarget(ScriptedTarget):
+    """Fails where it is told to, for prompts that begin with token 13."""
+
+    def __init__(self, failing: str, exc: BaseException, **limits: Any) -> None:
+        super().__init__(hash_logits(VOCAB, 1), **limits)
+        self.failing = failing
+        self.exc = exc
+        self.cursed: set[int] = set()
+
+    def open(
+        self, slot: int, *, sampling: Sampling, tokens: Sequence[int], num_prompt: int, stop_ids: Sequence[int]
+    ) -> None:
+        self.cursed.discard(slot)
+        if tokens[0] == 13:
+            self.cursed.add(slot)
+            self._fail("open", slot)
+        super().open(slot, sampling=sampling, tokens=tokens, num_prompt=num_prompt, stop_ids=stop_ids)
+
+    def prefill(self, slot: int, start: int, end: int) -> None:
+        self._fail("prefill", slot)
+        super().prefill(slot, start, end)
+
+    def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
+        self._fail("verify", batch[0].slot)
+        return super().verify(batch)
+
+    def _fail(self, where: str, slot: int) -> None:
+        if where == self.failing and slot in self.cursed:
+            raise self.exc
+
+
+Start = Callable[..., tuple[VerifyNode, FakeLink, "asyncio.Task[None]"]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    running: list[tuple[asyncio.Task[None], ModelExecutor]] = []
+
+    def begin(failing: str, exc: BaseException, *, num_slots: int = 2) -> tuple[VerifyNode, FakeLink, Any]:
+        executor = ModelExecutor("target")
+        link = FakeLink()
+        node = VerifyNode(
+            scheduler=VerifyScheduler(
+                selection=BestFirst(4), patience_s=0.0, num_slots=num_slots, max_rows=4, vocab_size=VOCAB,
+                prefill_chunk=4,
+            ),
+            runner=FailingTarget(failing, exc, num_slots=num_slots, max_length=256, max_rows=4, vocab_size=VOCAB),
+            executor=executor,
+            tokenizer=Letters(),
+            context_length=256,
+            vocab_size=VOCAB,
+            stop_ids=(),
+            trace=TraceWriter(None),
+        )  # fmt: skip
+        node.on_link(link)  # type: ignore[arg-type]
+        task = asyncio.create_task(node.feed_model())
+        running.append((task, executor))
+        return node, link, task
+
+    yield begin
+    for task, executor in running:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await executor.close()
+
+
+def request(node: VerifyNode, session: str, first: int, max_tokens: int = 20) -> None:
+    prompt = (first, *range(2, 12))
+    node.on_frame(encode(OpenSession(session=session, prompt_ids=prompt, max_tokens=max_tokens)), node.now())
+
+
+async def ended(link: FakeLink, session: str) -> Message:
+    async with asyncio.timeout(20):
+        await link.ended.setdefault(session, asyncio.Event()).wait()
+    return link.sent[session][-1]
+
+
+@pytest.mark.parametrize("failing", ["open", "prefill", "verify"])
+@pytest.mark.parametrize("exc", [CacheError("slot 0 is cursed"), ValueError("a bug of ours")], ids=["cache", "bug"])
+async def test_a_runner_that_fails_ends_that_session_alone(start: Start, failing: str, exc: Exception) -> None:
+    node, link, task = start(failing, exc)
+    request(node, "good", 1, max_tokens=40)
+    request(node, "bad", 13)
+    told = await ended(link, "bad")
+    assert isinstance(told, Error)
+    assert told.code == "target_failed"
+    assert str(exc) in told.message
+    assert isinstance(await ended(link, "good"), Done)
+    assert link.num_tokens("good") == 40
+    # The slot serves whoever comes next.
+    for number in range(3):
+        request(node, f"next {number}", 1)
+    for number in range(3):
+        assert isinstance(await ended(link, f"next {number}"), Done)
+        assert link.num_tokens(f"next {number}") == 20
+    assert not task.done()
+
+
+async def test_a_cancelled_session_whose_slot_could_not_be_opened_leaves_no_trace(start: Start) -> None:
+    node, link, _ = start("open", CacheError("cursed"), num_slots=1)
+    request(node, "bad", 13)
+    assert isinstance(await ended(link, "bad"), Error)
+    request(node, "after", 1)
+    assert isinstance(await ended(link, "after"), Done)
+
+
+@pytest.mark.parametrize("failing", ["prefill", "verify"])
+@pytest.mark.parametrize(
+    ("exc", "told"),
+    [
+        (EngineDead("the device is lost"), "device is lost"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal memory access"),
+        (SystemExit(3), "thread has died.*SystemExit"),
+    ],
+    ids=["dead", "device", "thread"],
+)
+async def test_c079_what_is_lost_for_all_sessions_ends_the_node(
+    start: Start, failing: str, exc: BaseException, told: str
+) -> None:
+    """Green while nothing can be computed any more would be worse than gone."""
+    node, _, task = start(failing, exc)
+    request(node, "bad", 13)
+    with pytest.raises((EngineDead, RuntimeError), match=told):
+        await asyncio.wait_for(task, 20)
