@@ -11,7 +11,8 @@ the end. Times are handed in, on one monotonic clock; `next_timer` says when `on
     WAIT_VERDICT   accept()          OPEN           Welcome goes out, keepalive starts
     WAIT_VERDICT   refuse()          CLOSED         Error goes out
     WAIT_WELCOME   Welcome           OPEN           keepalive starts
-    WAIT_WELCOME   Error             CLOSED         Refused (or the error its code stands for), with the relay's words
+    WAIT_WELCOME   Error             CLOSED         Refused (or the error its code stands for), with the relay's words;
+                                                    LinkLost if the relay only happens to be going
     WAIT_WELCOME   other version     CLOSED         VersionMismatch is raised
     OPEN           Ping              OPEN           Pong goes out
     OPEN           Pong              OPEN           the round trip is noted
@@ -45,6 +46,8 @@ OWN_FRAMES = frozenset({Ping.type, Pong.type, Error.type, Hello.type, Welcome.ty
 """Types that the machine looks at on an open link; nearly every frame is of another."""
 FATAL: dict[str, type[WireError]] = {"mismatch": PeerMismatch, "version": VersionMismatch}
 """Errors without a session after which a reconnect would not help."""
+PASSING = frozenset({"draining"})
+"""Answers to a Hello that another attempt may not meet again."""
 
 
 class State(Enum):
@@ -269,6 +272,8 @@ class Connection:
                 return [Opened(message)]
             case State.WAIT_WELCOME, Error():
                 self._move(State.CLOSED)
+                if message.code in PASSING:
+                    raise LinkLost(f"the relay turned us away: {message.message}")
                 raise FATAL.get(message.code, Refused)(message.message)
         text = f"{message.type} is not due in state {self.state.name}"
         if accepting:

@@ -89,6 +89,16 @@ def test_codes_that_say_more_have_errors_of_their_own(code: str, error: type[Exc
     assert near.state is State.CLOSED
 
 
+def test_a_relay_that_is_going_may_be_asked_again() -> None:
+    """A node that took this for a refusal would end for good, because its relay was restarted at the wrong moment."""
+    near, far = dialer(), acceptor()
+    far.receive(near.frames_to_send()[0], 0.0)
+    far.refuse("draining", "the relay is shutting down")
+    with pytest.raises(LinkLost, match="the relay is shutting down"):
+        near.receive(far.frames_to_send()[0], 0.0)
+    assert near.state is State.CLOSED
+
+
 def test_other_errors_without_a_session_are_the_owners_business() -> None:
     frame = encode(Error(code="malformed", message="words"))
     assert opened().receive(frame, 0.0) == [Received("error", None, frame)]
