@@ -227,15 +227,17 @@ def draw(path: Path, measured: dict[str, Any]) -> None:
         x = 100 * entry["share of a one-row target pass"]
         for key, marker in (("top1", "o"), ("top4", "s")):
             axes.plot(x, entry["greedy"]["chat"][key], marker, color="C0" if key == "top1" else "C1")
+        right = x > 8  # the label goes where there is room
         axes.annotate(
-            name, (x, entry["greedy"]["chat"]["top1"]), textcoords="offset points", xytext=(6, -10), fontsize=8
-        )
+            name, (x, entry["greedy"]["chat"]["top1"]), textcoords="offset points", xytext=(6, -12), fontsize=7,
+            ha="right" if right else "left",
+        )  # fmt: skip
     axes.axhline(0.60, color="C0", linestyle=":", label="goal top-1")
     axes.axhline(0.80, color="C1", linestyle=":", label="goal top-4")
     axes.axvline(10, color="grey", linestyle="--", label="goal: a tenth of a target pass")
     axes.set_xlabel("draft step over one-row target pass, %, one core")
     axes.set_ylabel("hit rate, greedy chat (circles top-1, squares top-4)")
-    axes.legend()
+    axes.legend(loc=(0.02, 0.64))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
