@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import signal
 import socket
@@ -42,6 +43,8 @@ SIZES = tuple(4**power for power in range(2, 13))
 WARM_UP = 3
 MIN_SAMPLES, MAX_SAMPLES = 5, 200
 REPLY_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 10.0
+SCRATCH_BYTES = 1 << 20
 
 
 class HopError(Exception):
@@ -54,6 +57,13 @@ class Exchange(Protocol):
     async def __call__(self, request_bytes: int, answer_bytes: int) -> None: ...
 
 
+@functools.lru_cache(maxsize=4)
+def filler(num_bytes: int) -> bytes:
+    """So many zeros; kept, since making them is not the link's time."""
+    return bytes(num_bytes)
+
+
+@functools.lru_cache(maxsize=4)
 def request(request_bytes: int, answer_bytes: int) -> bytes:
     """A request of exactly so many bytes, which asks for an answer of so many."""
     for name, value in (("request", request_bytes), ("answer", answer_bytes)):
@@ -75,43 +85,60 @@ def answer_to(header: bytes) -> tuple[int, int]:
 @contextlib.asynccontextmanager
 async def listening(address: Address, over: str) -> AsyncIterator[int]:
     """Answer requests while the block lasts; gives the port."""
-
-    writers: set[asyncio.StreamWriter] = set()
-
-    async def answer_tcp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _no_delay(writer)
-        writers.add(writer)
-        try:
-            while True:
-                request_bytes, answer_bytes = answer_to(await reader.readexactly(HEADER.size))
-                await reader.readexactly(request_bytes - HEADER.size)
-                writer.write(bytes(answer_bytes))
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError, HopError):
-            writer.close()
-        finally:
-            writers.discard(writer)
-
-    async def answer_websocket(websocket: ServerConnection) -> None:
-        with contextlib.suppress(ConnectionClosed, HopError):
-            async for message in websocket:
-                _, answer_bytes = answer_to(message if isinstance(message, bytes) else b"")
-                await websocket.send(bytes(answer_bytes))
-
     if over == "tcp":
-        server = await asyncio.start_server(answer_tcp, *address, limit=1 << 20)
-        try:
-            yield int(server.sockets[0].getsockname()[1])
-        finally:
-            server.close()
-            for writer in list(writers):
-                writer.close()
-            await server.wait_closed()
+        listener = socket.create_server(address)
+        listener.setblocking(False)
+        accepting = asyncio.create_task(_accept(listener), name="hop accept")
+        with listener:
+            try:
+                yield int(listener.getsockname()[1])
+            finally:
+                accepting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await accepting
     else:
         async with serve_websocket(
-            answer_websocket, *address, compression=None, max_size=MAX_BYTES, ping_interval=None
+            _answer_websocket, *address, compression=None, max_size=MAX_BYTES, ping_interval=None
         ) as websockets:
             yield int(next(iter(websockets.sockets)).getsockname()[1])
+
+
+async def _accept(listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            tasks.create_task(_answer_tcp(connection), name="hop answer")
+
+
+async def _answer_tcp(connection: socket.socket) -> None:
+    loop, scratch = asyncio.get_running_loop(), bytearray(SCRATCH_BYTES)
+    with connection:
+        _set_up(connection)
+        with contextlib.suppress(EOFError, OSError, HopError):
+            while True:
+                request_bytes, answer_bytes = answer_to(await _receive(connection, HEADER.size, scratch))
+                await _receive(connection, request_bytes - HEADER.size, scratch)
+                await loop.sock_sendall(connection, filler(answer_bytes))
+
+
+async def _answer_websocket(websocket: ServerConnection) -> None:
+    with contextlib.suppress(ConnectionClosed, HopError):
+        async for message in websocket:
+            _, answer_bytes = answer_to(message if isinstance(message, bytes) else b"")
+            await websocket.send(filler(answer_bytes))
+
+
+async def _receive(connection: socket.socket, num_bytes: int, scratch: bytearray) -> bytes:
+    """Take so many bytes off the socket; gives the last piece. They are not kept: copying is not the link's time."""
+    loop, got = asyncio.get_running_loop(), 0
+    room, num = memoryview(scratch), 0
+    while got < num_bytes:
+        num = await loop.sock_recv_into(connection, room[: min(len(room), num_bytes - got)])
+        if num == 0:
+            raise EOFError("the connection was closed")
+        got += num
+    return bytes(room[: min(num, HEADER.size)])
 
 
 @contextlib.asynccontextmanager
@@ -119,18 +146,15 @@ async def connected(address: Address, over: str) -> AsyncIterator[Exchange]:
     """A connection to a listening hop bench. Raises `HopError` when there is none."""
     try:
         if over == "tcp":
-            reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
-            _no_delay(writer)
+            loop, scratch = asyncio.get_running_loop(), bytearray(SCRATCH_BYTES)
+            with await asyncio.to_thread(socket.create_connection, address, CONNECT_TIMEOUT_S) as connection:
+                _set_up(connection)
 
-            async def exchange(request_bytes: int, answer_bytes: int) -> None:
-                writer.write(request(request_bytes, answer_bytes))
-                await writer.drain()
-                await reader.readexactly(answer_bytes)
+                async def exchange(request_bytes: int, answer_bytes: int) -> None:
+                    await loop.sock_sendall(connection, request(request_bytes, answer_bytes))
+                    await _receive(connection, answer_bytes, scratch)
 
-            try:
                 yield exchange
-            finally:
-                writer.close()
         else:
             async with connect_websocket(
                 f"ws://{address[0]}:{address[1]}", compression=None, max_size=MAX_BYTES, ping_interval=None, proxy=None
@@ -143,13 +167,13 @@ async def connected(address: Address, over: str) -> AsyncIterator[Exchange]:
                         raise HopError(f"asked for {answer_bytes} bytes, got {len(got)}: not a hop bench of this kind")
 
                 yield exchange_websocket
-    except (OSError, asyncio.IncompleteReadError, ConnectionClosed) as exc:
+    except (OSError, EOFError, ConnectionClosed) as exc:
         raise HopError(f"{address[0]}:{address[1]} over {over}: {exc or type(exc).__name__}") from exc
 
 
-def _no_delay(writer: asyncio.StreamWriter) -> None:
-    # asyncio sets it too; the figures depend on it, so it is not left to chance.
-    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _set_up(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 async def measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import socket
@@ -14,7 +13,7 @@ from scripts.hop import (
     MIN_BYTES,
     Exchange,
     HopError,
-    _no_delay,
+    _set_up,
     answer_to,
     connected,
     find_idle_limit,
@@ -82,11 +81,11 @@ async def test_real_exchanges_carry_both_directions(over: str) -> None:
 async def test_c072_both_ends_send_without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     sockets: list[socket.socket] = []
 
-    def noted(writer: asyncio.StreamWriter) -> None:
-        _no_delay(writer)
-        sockets.append(writer.get_extra_info("socket"))
+    def noted(connection: socket.socket) -> None:
+        _set_up(connection)
+        sockets.append(connection)
 
-    monkeypatch.setattr("scripts.hop._no_delay", noted)
+    monkeypatch.setattr("scripts.hop._set_up", noted)
     async with listening(("127.0.0.1", 0), "tcp") as port, connected(("127.0.0.1", port), "tcp") as exchange:
         await exchange(16, 16)
         assert [bool(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for one in sockets] == [True, True]
