@@ -221,7 +221,10 @@ class DraftScheduler:
                     session.cached.add(parent)
             # ROOT means the last token that was committed when the step was planned, not now.
             anchor = parent if parent != ROOT else -session.num_cached
+            above = tree.logprob(parent) if parent in tree.nodes else 0.0
             for child in children:
+                if above + child.logprob < self.growth.least_logprob:
+                    continue
                 node = session.next_node
                 arrival = tree.add(node, anchor, child.token, child.logprob)
                 session.next_node += 1
@@ -324,7 +327,7 @@ class DraftScheduler:
         if tree is None or not session.unsent:
             return []
         state = FlushState(
-            num_unsent=sum(self.growth.sendable(tree, node) for node in session.unsent),
+            num_unsent=len(session.unsent),
             can_grow=can_grow,
             num_live_sent=len(session.wire_ids),
             since_flush_s=now - session.flushed_at,
@@ -337,13 +340,14 @@ class DraftScheduler:
         tree = session.tree
         if tree is None:
             return []
+        # Looking through them is a part of the cost of a frame, so it counts as one.
+        session.flushed_at = now
         ready = [node for node in session.unsent if self.growth.sendable(tree, node)]
         nodes = ready[:MAX_NODES_PER_FRAME]
         if not nodes:
             return []
         sent = set(nodes)
         session.unsent = [node for node in session.unsent if node not in sent]
-        session.flushed_at = now
         first = session.next_wire_id
         for i, node in enumerate(nodes):
             session.wire_ids[node] = first + i

@@ -40,7 +40,7 @@ class VerifyConfig(NodeConfig):
             help="auto: bfloat16 on a GPU, float32 on a CPU",
         )  # fmt: skip
         args.add_argument(
-            "--max-rows", type=whole(1, 256), default=8, help="rows of a verify pass, the pending token included"
+            "--max-rows", type=whole(1, 256), default=32, help="most rows of a verify pass, the pending token included"
         )
         args.add_argument(
             "--patience-ms", type=whole(0, 60_000), default=0,

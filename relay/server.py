@@ -153,6 +153,8 @@ class RelayServer:
             FrameTooLarge, ProtocolError: it cannot be sent.
         """
         frame, now = encode(message), self._now()
+        if isinstance(message, OpenSession):
+            self._note_rtts()
         self._perform(self.router.route(peer_id, message.type, message.session, frame, now), now)
 
     async def _keep_time(self) -> None:

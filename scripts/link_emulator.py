@@ -291,7 +291,8 @@ async def emulated_link(
                 await server
 
 
-def _address(text: str) -> Address:
+def parse_address(text: str) -> Address:
+    """HOST:PORT of a command line; raises `argparse.ArgumentTypeError`."""
     host, separator, port = text.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
@@ -314,8 +315,10 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --to HOST:PORT [options]",
         description="Emulate one leg of a wide-area network between two TCP peers (bytes only, both directions alike).",
     )
-    parser.add_argument("--listen", type=_address, default=("127.0.0.1", 0), metavar="HOST:PORT", help="port 0: any")
-    parser.add_argument("--to", type=_address, required=True, metavar="HOST:PORT", help="where connections lead")
+    parser.add_argument(
+        "--listen", type=parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT", help="port 0: any"
+    )
+    parser.add_argument("--to", type=parse_address, required=True, metavar="HOST:PORT", help="where connections lead")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one-way delay")
     parser.add_argument(
         "--delay-file", type=Path, help="on SIGHUP the delay becomes the number in it, in ms; bytes so far are printed"

@@ -18,6 +18,8 @@ from speculation.tree import ROOT, Tree
 
 DEFAULT_CADENCE_S = 0.010
 SPARE_ENTRIES = 256
+REACH_NATS = 1.5
+"""How far below what is sent now a path may lie that the root may yet move towards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class FlushState:
     """What decides whether unsent nodes go out now.
 
     Attributes:
-        num_unsent: nodes that are good enough to be sent and have not been.
+        num_unsent: nodes that have not been sent.
         can_grow: False when nothing more will come before an acceptance does.
         num_live_sent: live nodes that were sent: what the verifier has, or will have.
         since_flush_s: since the last frame.
@@ -82,6 +84,11 @@ class FlushState:
 
 class GrowthPolicy(Protocol):
     """How one session's tree grows."""
+
+    @property
+    def least_logprob(self) -> float:
+        """Children on paths less probable than e to this, from the present root, are not kept at all."""
+        ...
 
     def expand(self, tree: Tree, frontier: Frontier, *, root_is_new: bool, limit: int, room: int) -> Expansion | None:
         """What to run next; None to wait. Nodes are taken from the frontier.
@@ -113,6 +120,10 @@ class ChainGrowth:
 
     frame_size: int
     ahead: int
+
+    @property
+    def least_logprob(self) -> float:
+        return -math.inf
 
     def expand(self, tree: Tree, frontier: Frontier, *, root_is_new: bool, limit: int, room: int) -> Expansion | None:
         tip, depth = ROOT, 0
@@ -153,6 +164,10 @@ class TreeGrowth:
     num_children: int
     min_logprob: float = -7.0
     max_nodes: int = 2048
+
+    @property
+    def least_logprob(self) -> float:
+        return self.min_logprob - REACH_NATS
 
     def expand(self, tree: Tree, frontier: Frontier, *, root_is_new: bool, limit: int, room: int) -> Expansion | None:
         if tree.length >= limit - 1:

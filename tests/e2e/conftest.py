@@ -193,6 +193,7 @@ async def in_process() -> AsyncIterator[Callable[..., Awaitable[InProcess]]]:
             pass_s: float = 0.0,
             stop_ids: tuple[int, ...] = (EOS,),
             admin_secret: str = SECRET,
+            spare: bool = False,
         ) -> InProcess:
             server = RelayServer(RelayConfig(secret=SECRET, port=0, grace_s=0.2, takeover_wait_s=0.0))
             await server.start()
@@ -214,16 +215,21 @@ async def in_process() -> AsyncIterator[Callable[..., Awaitable[InProcess]]]:
             stack.push_async_callback(end)
             tokenizer = ByteTokenizer()
             delay_s = (lambda rows: pass_s) if pass_s else None
-            scripted = ScriptedTarget(
-                target, num_slots=num_slots, max_length=max_length, max_rows=8, vocab_size=257, delay_s=delay_s
-            )
-            verify = VerifyNode(
-                scheduler=VerifyScheduler(
-                    selection=BestFirst(8), patience_s=0.0, num_slots=num_slots, max_rows=8, vocab_size=257
-                ),
-                runner=scripted, executor=ModelExecutor("target"), tokenizer=tokenizer, context_length=max_length,
-                vocab_size=257, stop_ids=stop_ids, trace=TraceWriter(None),
-            )  # fmt: skip
+
+            def verify_node() -> tuple[VerifyNode, ScriptedTarget]:
+                scripted = ScriptedTarget(
+                    target, num_slots=num_slots, max_length=max_length, max_rows=8, vocab_size=257, delay_s=delay_s
+                )
+                node = VerifyNode(
+                    scheduler=VerifyScheduler(
+                        selection=BestFirst(8), patience_s=0.0, num_slots=num_slots, max_rows=8, vocab_size=257
+                    ),
+                    runner=scripted, executor=ModelExecutor("target"), tokenizer=tokenizer,
+                    context_length=max_length, vocab_size=257, stop_ids=stop_ids, trace=TraceWriter(None),
+                )  # fmt: skip
+                return node, scripted
+
+            verify, scripted = verify_node()
             draft = None
             if drafter is not None:
                 draft = DraftNode(
@@ -236,13 +242,13 @@ async def in_process() -> AsyncIterator[Callable[..., Awaitable[InProcess]]]:
                     executor=ModelExecutor("drafter"), trace=TraceWriter(None),
                 )  # fmt: skip
 
-            async def run(node: VerifyNode | DraftNode, role: str) -> None:
+            async def run(node: VerifyNode | DraftNode, role: str, name: str = "") -> None:
                 model = ModelIdentity(
                     name=f"scripted-{role}", revision="1", tokenizer=tokenizer.fingerprint, vocab_size=257,
                     context_length=max_length, stop_ids=stop_ids,
                 )  # fmt: skip
                 hello = Hello(
-                    protocol=PROTOCOL_VERSION, role=role, name=role, region=f"{role}-land", capacity=num_slots,
+                    protocol=PROTOCOL_VERSION, role=role, name=name or role, region=f"{role}-land", capacity=num_slots,
                     model=model,
                 )  # fmt: skip
                 linked = asyncio.Event()
@@ -262,6 +268,8 @@ async def in_process() -> AsyncIterator[Callable[..., Awaitable[InProcess]]]:
                 await linked.wait()
 
             await run(verify, "verify")
+            if spare:
+                await run(verify_node()[0], "verify", "spare")
             if draft is not None:
                 await run(draft, "draft")
             return InProcess(server, gateway, verify, draft, scripted)

@@ -428,6 +428,32 @@ async def test_a_lost_verify_node_is_told_in_the_openai_form(in_process: Any) ->
     assert (status, body["error"]["code"], body["error"]["type"]) == (502, "verify_lost", "server_error")
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_another_verify_node_ends_the_answer_of_a_lost_one(in_process: Any, stream: bool) -> None:
+    target = hash_logits(257, 3)
+    pipeline = await in_process(target, max_length=4000, stop_ids=(), pass_s=0.002, spare=True)
+    expected = ByteTokenizer().decode(reference(target, Sampling(temperature=0.7, seed=5), (1, 2), 150))
+    asked = {"prompt": [1, 2], "max_tokens": 150, "temperature": 0.7, "seed": 5}
+    if stream:
+        asking: Any = asyncio.create_task(chunks(pipeline, "/v1/completions", **asked))
+    else:
+        asking = asyncio.create_task(post(pipeline, "/v1/completions", asked))
+    sessions = pipeline.server.router.sessions
+    await pipeline.until(lambda: any(len(session.kept.tokens()) > 20 for session in sessions.values()))
+    (session,) = sessions.values()
+    pipeline.server.links[session.verify].abort()
+    answer = await asyncio.wait_for(asking, BOUND_S)
+    if stream:
+        *events, end = answer
+        assert end == "[DONE]"
+        text = "".join(event["choices"][0]["text"] for event in events)
+    else:
+        text = answer[1]["choices"][0]["text"]
+        assert answer[1]["usage"]["completion_tokens"] == 150
+    assert text == expected
+    assert pipeline.server.router.num_moved == 1
+
+
 @pytest.mark.slow
 async def test_over_processes_and_a_real_tokenizer_and_in_little_memory(
     start_pipeline: Any, checkpoints: dict[str, Any]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
+import trustme
 
 from relay import api_sessions
 from relay.api import Gateway
@@ -319,3 +322,25 @@ async def test_health_needs_no_secret_and_metrics_that_of_an_admin(http: Http, r
     status, metrics = await get("/metrics", ADMIN)
     assert status == 200
     assert 'foredraft_peers{role="verify"} 1' in metrics
+
+
+async def test_c046_the_relays_certificate_serves_https_too(start_relay: Any, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    served = tmp_path / "served.pem"
+
+    def write() -> None:
+        authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(served)
+
+    await asyncio.to_thread(write)
+    relay = await start_relay(tls_cert=served)
+    gateway = Gateway(relay.server)
+    await gateway.start("127.0.0.1", 0)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    url = f"https://127.0.0.1:{gateway.port}/v1/models"
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {relay.secret}"}) as session:
+        async with session.get(url, ssl=context) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await session.get(url)
+    await gateway.close()

@@ -170,3 +170,23 @@ def test_both_commands_share_their_settings(monkeypatch: pytest.MonkeyPatch, tmp
         config = ClientConfig.read(command, ["--config", str(path), "x"])
         assert (config.model, config.sampling.temperature, config.chat) == ("m", 0.5, command == "chat")
     assert not ClientConfig.read("chat", ["--raw", "x"]).chat
+
+
+async def test_an_answer_goes_on_after_its_link_was_cut_every_character_once(relay: Any) -> None:
+    verify = await relay.join("verify")
+    process = await start(relay, "chat", "why?")
+    session = (await verify.expect(OpenSession)).session
+    verify.send(TextDelta(session=session, start=0, tokens=(1, 2), text="be"))
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readexactly(2), BOUND_S) == b"be"
+    (client,) = relay.server.router.nodes("client")
+    relay.server.links[client.id].abort()
+    verify.send(TextDelta(session=session, start=2, tokens=(3,), text="ca"))
+    async with asyncio.timeout(BOUND_S):
+        while relay.server.router.num_resumed == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    verify.send(TextDelta(session=session, start=3, tokens=(4,), text="use"))
+    verify.send(Done(session=session, finish_reason="stop", prompt_tokens=1, completion_tokens=4))
+    code, rest, err = await finish(process)
+    assert (code, rest) == (0, "cause")
+    assert "4 tokens (stop)" in err

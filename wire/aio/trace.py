@@ -1,7 +1,8 @@
 """A JSONL trace of what a process did, written off the event loop.
 
 Events are small objects with an `event` name and `now`, the process's own monotonic clock. The queue is bounded:
-when the disk cannot keep up, events are dropped and counted, and the count is the last line of the file.
+when the disk cannot keep up, events are dropped and counted, and the count is the last line of the file. The files are
+bounded too: a full one becomes PATH.1, that one PATH.2, and the oldest goes.
 """
 
 from __future__ import annotations
@@ -14,16 +15,29 @@ from typing import Any
 import orjson
 
 MAX_QUEUED_EVENTS = 65_536
+MAX_FILE_BYTES = 512 << 20
+NUM_FILES = 4
 
 
 class TraceWriter:
-    """Appends events to `path` from a thread of its own; with no path it does nothing."""
+    """Appends events to `path` from a thread of its own; with no path it does nothing.
 
-    def __init__(self, path: Path | None) -> None:
+    Args:
+        max_file_bytes, num_files: a trace is never larger than their product, and by one event at most.
+    """
+
+    def __init__(self, path: Path | None, *, max_file_bytes: int = MAX_FILE_BYTES, num_files: int = NUM_FILES) -> None:
+        if max_file_bytes < 1 or num_files < 1:
+            raise ValueError(f"max_file_bytes and num_files must be at least 1, got {max_file_bytes} and {num_files}")
         self.num_dropped = 0
+        self._max_file_bytes = max_file_bytes
+        self._num_files = num_files
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED_EVENTS)
         self._thread: threading.Thread | None = None
         if path is not None:
+            # What an earlier run has rotated away would be read as the beginning of this one.
+            for old in trace_files(path):
+                old.unlink()
             self._thread = threading.Thread(target=self._write, args=(path,), name="trace", daemon=True)
             self._thread.start()
 
@@ -50,10 +64,35 @@ class TraceWriter:
         self._thread = None
 
     def _write(self, path: Path) -> None:
+        while self._write_file(path):
+            for number in range(self._num_files - 1, 0, -1):
+                source = path if number == 1 else rotated(path, number - 1)
+                if source.exists():
+                    source.replace(rotated(path, number))
+
+    def _write_file(self, path: Path) -> bool:
+        """Fill one file; whether there may be more to come."""
         with path.open("wb", buffering=1 << 16) as file:
-            while (event := self._queue.get()) is not None:
-                file.write(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
+            num_bytes = 0
+            while num_bytes < self._max_file_bytes:
+                event = self._queue.get()
+                if event is None:
+                    if self.num_dropped:
+                        file.write(orjson.dumps({"event": "dropped", "num_events": self.num_dropped}))
+                    return False
+                num_bytes += file.write(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
                 if self._queue.empty():
                     file.flush()
-            if self.num_dropped:
-                file.write(orjson.dumps({"event": "dropped", "num_events": self.num_dropped}))
+        return True
+
+
+def rotated(path: Path, number: int) -> Path:
+    """The file that was full `number` files ago."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def trace_files(path: Path) -> list[Path]:
+    """The files of a trace that are there, oldest first."""
+    older = [one for one in path.parent.glob(f"{path.name}.*") if one.name[len(path.name) + 1 :].isdecimal()]
+    older.sort(key=lambda one: -int(one.name[len(path.name) + 1 :]))
+    return [*older, path] if path.exists() else older

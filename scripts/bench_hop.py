@@ -1,0 +1,80 @@
+"""The hop bench against emulated links whose terms are known: `docs/results/hop.json`.
+
+    python scripts/bench_hop.py --results docs/results/hop.json
+
+The emulator and the listener are processes of their own; the emulator's timers then add about 0.2 ms each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.hop import connected, figures_of, measure
+from scripts.processes import Parts
+from scripts.results import Goal, write_results
+
+RATES_MBIT = (100.0, 1000.0, None)
+DELAYS_MS = (5.0, 20.0)
+SIZES = {100.0: (16, 256, 4096, 65536, 1 << 18, 1 << 20), 1000.0: (16, 256, 4096, 65536, 1 << 20, 1 << 22, 1 << 24)}
+UNLIMITED_SIZES = (16, 256, 4096, 16384)
+WITHIN = 0.10
+
+
+async def measure_link(over: str, delay_ms: float, rate_mbit: float | None, seconds: float) -> dict[str, Any]:
+    """Fitted terms of one emulated link."""
+    with tempfile.TemporaryDirectory(prefix="foredraft-hop-") as folder:
+        parts = Parts(Path(folder), secrets.token_urlsafe(24))
+        try:
+            far = await parts.start("listen", ["scripts/hop.py", "--listen", "127.0.0.1:0", "--over", over])
+            shape = ["--delay-ms", str(delay_ms), *(["--rate-mbit", str(rate_mbit)] if rate_mbit else [])]
+            link = await parts.start("link", ["scripts/link_emulator.py", "--to", f"127.0.0.1:{far.port}", *shape])
+            async with connected(("127.0.0.1", link.port), over) as exchange:
+                sizes = SIZES[rate_mbit] if rate_mbit else UNLIMITED_SIZES
+                samples = await measure(exchange, sizes, seconds=seconds)
+        finally:
+            await parts.stop()
+    return {"set_latency_ms": 2 * delay_ms, "set_rate_mbit": rate_mbit} | figures_of(samples, over)
+
+
+async def run(seconds: float, results: Path | None) -> int:
+    links, goals = [], []
+    for over in ("tcp", "ws"):
+        for rate_mbit in RATES_MBIT:
+            for delay_ms in DELAYS_MS:
+                found = await measure_link(over, delay_ms, rate_mbit, seconds)
+                links.append(found)
+                name = f"{over}, {f'{rate_mbit:g} Mbit/s' if rate_mbit else 'unthrottled'}, {2 * delay_ms:g} ms"
+                for term, wanted in (("latency_ms", 2 * delay_ms), ("rate_mbit", rate_mbit)):
+                    if wanted is None:
+                        continue
+                    met = found[term] is not None and abs(found[term] / wanted - 1) <= WITHIN
+                    goals.append(Goal(f"{name}: fitted {term}", f"within 10 % of {wanted:g}", found[term], met))
+                    print(f"{name}: {term} {found[term]} of {wanted:g}, {'met' if met else 'NOT met'}", flush=True)
+    if results:
+        write_results(
+            results, command="python scripts/bench_hop.py --results docs/results/hop.json", packages=("websockets",),
+            models={}, parameters={"seconds_each_size": seconds, "one_way_delays_ms": DELAYS_MS},
+            figures={"links": links}, goals=goals,
+        )  # fmt: skip
+    return 0 if all(goal.met for goal in goals) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each size")
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    return asyncio.run(run(args.seconds, args.results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

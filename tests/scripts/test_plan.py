@@ -1,0 +1,77 @@
+"""`foredraft-plan`: the second write-up through the command, the simulated projection, and wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.plan import main
+
+SECOND = ["--cycle-ms", "89.34", "--draft-ms", "15.88", "--tokens-per-s", "24.05"]
+CASE = [
+    "--cycle-ms", "58", "--draft-ms", "24", "--tokens-per-cycle", "4.33", "--gamma", "8", "--acceptance", "0.8",
+    "--seeds", "3", "--tokens", "120",
+]  # fmt: skip
+
+
+def figures(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, object]:
+    assert main([*flags, "--json"]) == 0
+    result: dict[str, object] = json.loads(capsys.readouterr().out)
+    return result
+
+
+@pytest.mark.parametrize(("hop_ms", "gain", "within"), [(0.198, 0.21, 0.005), (1.713, 0.19, 0.005), (16.02, 0, 0.01)])
+def test_the_second_write_up_comes_out_of_the_command(
+    capsys: pytest.CaptureFixture[str], hop_ms: float, gain: float, within: float
+) -> None:
+    found = figures(capsys, *SECOND, "--hop-ms", str(hop_ms))
+    assert found["freed_share"] == pytest.approx(0.178, abs=0.0005)
+    assert found["relocated_gain"] == pytest.approx(gain, abs=within)
+
+
+def test_the_text_names_each_assumption(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SECOND, "--hop-ms", "1.713"]) == 0
+    text = capsys.readouterr().out
+    assert "if drafting is entirely overlapped" in text
+    assert "needs --acceptance" in text
+    assert "28.58" in text
+
+
+def test_the_asynchronous_projection_has_an_interval_and_beats_the_synchronous_far_away(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = figures(capsys, *CASE, "--latency-ms", "86")
+    chain = found["asynchronous_tokens_per_s"]["asynchronous chain"]  # type: ignore[index]
+    assert chain["low"] <= chain["mean"] <= chain["high"]
+    assert chain["mean"] > found["tokens_per_s"]["synchronous remote"]  # type: ignore[index]
+    change = found["asynchronous_change_at_plus_10_percent"]
+    assert change["rejections"] < 0  # type: ignore[index]
+    assert change["verify time"] < 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture_is_written(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"plan.{ending}"
+    pytest.importorskip("matplotlib")
+    assert main([*SECOND, "--hop-ms", "1.713", "--picture", str(path)]) == 0
+    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--hop-ms", "-1"], "--hop-ms must be at least 0, got -1"),
+        (["--rate-mbit", "0"], "--rate-mbit must be positive, got 0"),
+        (["--gamma", "0"], "--gamma must be at least 1, got 0"),
+        (["--seeds", "1"], "--seeds must be 0 or at least 2, got 1"),
+        (["--acceptance", "1.2"], "--acceptance must lie within 0..1, got 1.2"),
+        (["--verify-costs", "1=3"], "'1=3' is not ROWS:MS"),
+    ],
+)
+def test_wrong_input_is_named(capsys: pytest.CaptureFixture[str], flags: list[str], named: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*SECOND, *flags])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
