@@ -8,6 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 from blockbuster import BlockBuster
+from hypothesis import settings
+
+# A deadline of hypothesis is a wall clock's: on a busy machine it fails tests that prove nothing by it.
+settings.register_profile("foredraft", deadline=None)
+settings.load_profile("foredraft")
 
 SHELLS = ["wire", "relay", "node_draft", "node_verify", "speculation"]
 """Whose calls are watched. Not the engine's: torch and transformers read files whenever they like, in their thread."""
