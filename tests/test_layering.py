@@ -32,7 +32,16 @@ ALLOWED: dict[str, set[str]] = {
 # A pure core reads no clock, waits for nothing and knows no environment.
 IMPURE = {"asyncio", "time", "os", "threading", "socket", "subprocess", "selectors", "concurrent", "signal"}
 PURE_PACKAGES = {"speculation"}
-PURE_MODULES = {"node_draft/scheduler.py", "node_verify/scheduler.py", "relay/router.py"}
+PURE_MODULES = {
+    "node_draft/scheduler.py",
+    "node_verify/scheduler.py",
+    "relay/router.py",
+    "relay/books.py",
+    "relay/kept.py",
+    "relay/pairing.py",
+    "relay/limits.py",
+    "relay/actions.py",
+}
 # Models and their library stay out of what decides.
 NO_TENSORS = PURE_MODULES | {"node_draft/node.py", "node_verify/node.py"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
