@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.batch_writer import BatchWriter, Job, Written
-from scripts.drafter_prompts import Prompts
+from scripts.drafter_prompts import Prompts, heldout_runs, overlaps
 
 OPENINGS = (
     # Most prompts are the model's own; the openings make sure that the kinds of the held-out set are written too.
@@ -70,6 +70,12 @@ def jobs_of(prompts: list[list[int]], args: argparse.Namespace) -> list[Job]:
     return [Job(prompt, 0.0 if i % 2 == 0 else 0.8, args.max_answer) for i, prompt in enumerate(fitting)]
 
 
+def without_heldout(turns: list[list[int]], tokenizer: Any) -> list[list[int]]:
+    """The user turns that share no run of words with a held-out prompt: the target may well write one."""
+    forbidden = heldout_runs()
+    return [turn for turn in turns if not overlaps(tokenizer.decode(turn, skip_special_tokens=True), forbidden)]
+
+
 def write_shard(writer: BatchWriter, chat: Chat, tokenizer: Any, seed: int, args: argparse.Namespace) -> Any:
     """The jobs of one shard with their answers: own and made prompts first, then prompts over those answers."""
     prompts = Prompts(seed)
@@ -77,7 +83,8 @@ def write_shard(writer: BatchWriter, chat: Chat, tokenizer: Any, seed: int, args
     num_over = round(args.texts * args.over)
     openings = [chat.opening(OPENINGS[(seed + i) % len(OPENINGS)]) for i in range(num_own)]
     asked = writer.write([Job(opening, 1.0, args.max_prompt) for opening in openings])
-    own = [chat.finished(opening + text.tokens) for opening, text in zip(openings, asked, strict=True)]
+    turns = [opening[len(chat.prefix) :] + text.tokens for opening, text in zip(openings, asked, strict=True)]
+    own = [chat.finished(chat.prefix + turn) for turn in without_heldout(turns, tokenizer)]
     direct = [chat.prompt(text) for text in prompts.direct(args.texts - num_own - num_over)]
     jobs = jobs_of(own + direct, args)
     answers = writer.write(jobs)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from engine.checkpoint import Checkpoint
 from engine.distilled import load_distilled
@@ -63,6 +64,13 @@ def test_gathering_goes_on_after_the_last_shard_and_follows_the_seed(gathered: P
         with np.load(path) as again, np.load(data / path.name) as shard:
             assert again.files == shard.files
             assert all(np.array_equal(again[name], shard[name]) for name in shard.files)
+
+
+def test_a_prompt_that_the_target_wrote_is_dropped_where_it_is_a_held_out_one(gathered: Paths) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gathered[0])
+    texts = ["Why do dogs bark?", "Write a Python function that implements binary search.<|im_end|>"]
+    turns = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    assert drafter_data.without_heldout(turns, tokenizer) == turns[:1]
 
 
 def test_a_resumed_training_ends_where_one_without_a_break_does(gathered: Paths, tmp_path: Path) -> None:
