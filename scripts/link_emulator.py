@@ -393,8 +393,7 @@ def main(argv: list[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
             runner.run(_run_until_signalled(listen, to, shape, arguments.seed, arguments.delay_file))
     except OSError as exc:
-        where = "{}:{}".format(*listen)
-        print(f"link_emulator: cannot listen on {where}: {os.strerror(exc.errno or 0)}", file=sys.stderr)
+        print(f"link_emulator: cannot listen on {listen[0]}:{listen[1]}: {os.strerror(exc.errno or 0)}", file=sys.stderr)
         return 1
     return 0
 
