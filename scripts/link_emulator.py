@@ -229,10 +229,11 @@ class EmulatedLink:
             connection.up.shaper.set_delay(delay_s)
             connection.down.shaper.set_delay(delay_s)
 
-    def delivered_bytes(self) -> tuple[int, int]:
+    def delivered_bytes(self) -> dict[str, int]:
         """Up (towards `--to`) and down, of all connections so far."""
-        live = [(c.up.shaper.num_delivered_bytes, c.down.shaper.num_delivered_bytes) for c in self._live]
-        return self.stats.up_bytes + sum(up for up, _ in live), self.stats.down_bytes + sum(down for _, down in live)
+        up = self.stats.up_bytes + sum(c.up.shaper.num_delivered_bytes for c in self._live)
+        down = self.stats.down_bytes + sum(c.down.shaper.num_delivered_bytes for c in self._live)
+        return {"up_bytes": up, "down_bytes": down}
 
     async def serve(self) -> None:
         """Accept until cancelled."""
@@ -350,9 +351,7 @@ def _shape(arguments: argparse.Namespace) -> LinkShape:
     )
 
 
-async def _run_until_signalled(
-    listen: Address, to: Address, shape: LinkShape, seed: int, delay_file: Path | None
-) -> None:
+async def _run_until_signalled(listen: Address, to: Address, shape: LinkShape, seed: int, delay: Path | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -361,10 +360,9 @@ async def _run_until_signalled(
         print(json.dumps({"ready": True, **listens, "shape": asdict(shape), "seed": seed}), flush=True)
 
         def reload() -> None:
-            if delay_file is not None:
-                link.set_delay(float(delay_file.read_text()) / 1e3)
-            up, down = link.delivered_bytes()
-            print(json.dumps({"event": "reload", "up_bytes": up, "down_bytes": down}), flush=True)
+            if delay is not None:
+                link.set_delay(float(delay.read_text()) / 1e3)
+            print(json.dumps({"event": "reload", **link.delivered_bytes()}), flush=True)
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         await stop.wait()
@@ -393,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
             runner.run(_run_until_signalled(listen, to, shape, arguments.seed, arguments.delay_file))
     except OSError as exc:
-        print(f"link_emulator: cannot listen on {listen[0]}:{listen[1]}: {os.strerror(exc.errno or 0)}", file=sys.stderr)
+        print("link_emulator: cannot listen on {}:{}:".format(*listen), os.strerror(exc.errno or 0), file=sys.stderr)
         return 1
     return 0
 
