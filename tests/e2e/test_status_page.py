@@ -14,7 +14,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 from engine.scripted_logits import agreeing
 from relay import api_page
 from relay.api import Gateway
-from tests.e2e.conftest import ANSWER, says
+from tests.e2e.conftest import ANSWER, SECRET, says
 from wire.messages import OpenSession, TextDelta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -172,7 +172,8 @@ async def test_two_hundred_sessions_are_listed_and_an_update_moves_no_row(
     client = pipeline.gateway.client
     monkeypatch.setattr(pipeline.verify, "on_frame", lambda frame, now: None)
     requests = [OpenSession(session=f"session-{i:03}", prompt="x: ") for i in range(200)]
-    with client.exchange(requests):
+    identity = pipeline.server.access.authenticate(SECRET)
+    with client.exchange(requests, identity.credential):
         async with page_of(browser, pipeline.url) as page:
             rows = page.locator("#sessions tr")
             await expect(rows).to_have_count(200)
