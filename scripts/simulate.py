@@ -118,6 +118,7 @@ def simulate_recordings(
     return {
         "tokens": num_tokens,
         "tokens_per_s": num_tokens / seconds,
+        "target_only_tokens_per_s": 1 / times.verify_pass_s(1),
         "ratio_to_target_only": num_tokens / seconds * times.verify_pass_s(1),
         "passes_per_token": totals["passes"] / num_tokens,
         "rows_per_pass": totals["rows"] / totals["passes"],
@@ -151,6 +152,7 @@ def synthetic(args: argparse.Namespace, times: Times, policies: Policies, fault:
     return {
         "tokens": len(answer.tokens),
         "tokens_per_s": answer.tokens_per_s,
+        "target_only_tokens_per_s": 1 / times.verify_s,
         "ratio_to_target_only": answer.tokens_per_s * times.verify_s,
         "verifier_busy_share": busy,
         "candidate_frames": simulation.num_frames["draft>relay"],
