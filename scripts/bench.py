@@ -50,6 +50,7 @@ from speculation.ledger import Ledger
 
 DRAFTER = ROOT / "models" / "smollm2-135m-drafter"
 RTTS_MS = (0.0, 20.0, 50.0, 86.0, 150.0, 230.0)
+LIVE_RTTS_MS = (0.0, 86.0, 230.0)
 TARGET_PACE, DRAFT_PACE = "34+0.1/16", "3+0.02"
 REFERENCE_TIMES = Times(rtt_s=0.0, verify_s=0.034, verify_row_s=0.0001, free_rows=16, draft_s=0.003, draft_row_s=2e-5)
 SYNCHRONOUS = ("--patience-ms", "5000", "--local", "none", "--switch-off", "never", "--row-costs", "free")
@@ -196,7 +197,7 @@ async def run_setting(
                     pipelines[configuration.name] = await start(
                         parts, configuration, target=target, drafter=drafter, stack=stack
                     )
-                for rtt_ms in args.rtts:
+                for rtt_ms in args.rtts if setting == "reference" else args.live_rtts:
                     for pipeline in pipelines.values():
                         await pipeline.set_rtt(rtt_ms)
                     await asyncio.sleep(1.0)
@@ -304,6 +305,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=["reference", "paced", "native"])
     parser.add_argument("--rtts", nargs="+", type=float, default=list(RTTS_MS), help="round trips, ms")
+    parser.add_argument("--live-rtts", nargs="+", type=float, default=list(LIVE_RTTS_MS), help="where models run live")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--tree", default="tree:32x6", help="growth of the tree configurations")
@@ -324,7 +326,7 @@ def main() -> int:
         runs += answered
     predicted = predictions(runs, args, recordings) if "reference" in args.settings else {}
     parameters: dict[str, Any] = {
-        "settings": args.settings, "rtts_ms": args.rtts, "prompts": args.prompts, "tokens": args.tokens,
+        "settings": args.settings, "rtts_ms": args.rtts, "live_rtts_ms": args.live_rtts, "prompts": args.prompts, "tokens": args.tokens,
         "tree": args.tree, "live tree": args.live_tree, "max_rows": args.max_rows, "native_rows": args.native_rows,
         "chains (side by side, far)": best_chains(recordings), "target pace": TARGET_PACE, "draft pace": DRAFT_PACE,
         "pinning": "verify nodes on core 0, draft nodes on core 1, one thread each",
