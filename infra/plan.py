@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infra.spec import Machine, Spec
-from infra.state import GLOBAL, Kind, Life, Observed, Resource
+from infra.state import GLOBAL, SHARED_SECRET, Kind, Life, Observed, Resource
 
 NODE_ROLE = "node"
 """Draft and verify nodes share a firewall and a profile: neither of them is reached from outside."""
@@ -127,7 +127,7 @@ def plan_up(spec: Spec, best_relay_region: str, observed: Observed) -> Plan:
     notes = _notes(spec, relay_region, best_relay_region, observed)
     regions = dict.fromkeys([relay_region, *(node.regions[0] for node in spec.nodes)])
     actions: list[Action] = list(_surplus(spec, relay_region, observed))
-    if not _whole(observed, Kind.SECRET, relay_region):
+    if not _whole(observed, Kind.SECRET, relay_region, SHARED_SECRET):
         actions.append(EnsureSecret(relay_region))
     actions += [
         EnsureProfile(role) for role in ("relay", NODE_ROLE) if not _whole(observed, Kind.PROFILE, GLOBAL, role)

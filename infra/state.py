@@ -9,6 +9,9 @@ from enum import StrEnum
 GLOBAL = "global"
 """The region of what belongs to no region."""
 
+SHARED_SECRET = "secret"
+"""The slot of what `up` makes; another of the kind is the certificate that a relay has published."""
+
 
 class Kind(StrEnum):
     """Everything that a deployment can consist of. The order is the order in which it is removed."""

@@ -326,7 +326,8 @@ def main() -> int:
         runs += answered
     predicted = predictions(runs, args, recordings) if "reference" in args.settings else {}
     parameters: dict[str, Any] = {
-        "settings": args.settings, "rtts_ms": args.rtts, "live_rtts_ms": args.live_rtts, "prompts": args.prompts, "tokens": args.tokens,
+        "settings": args.settings, "rtts_ms": args.rtts, "live_rtts_ms": args.live_rtts,
+        "prompts": args.prompts, "tokens": args.tokens,
         "tree": args.tree, "live tree": args.live_tree, "max_rows": args.max_rows, "native_rows": args.native_rows,
         "chains (side by side, far)": best_chains(recordings), "target pace": TARGET_PACE, "draft pace": DRAFT_PACE,
         "pinning": "verify nodes on core 0, draft nodes on core 1, one thread each",

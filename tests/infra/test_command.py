@@ -81,7 +81,7 @@ def test_plan_takes_a_measured_round_trip(run: Any) -> None:
 def test_from_up_to_down(run: Any, published: None, tmp_path: Path) -> None:
     code, out, err = run("up")
     assert code == 0, err
-    assert "at most 6.24 USD in 4 h, then the instances end by themselves" in out
+    assert "at most 5.52 USD in 4 h, then the instances end by themselves" in out
     assert "ask: foredraft-client --relay wss://" in out
     secret = tmp_path / "state" / "demo.secret"
     assert secret.stat().st_mode & 0o777 == 0o600
