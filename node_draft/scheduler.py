@@ -18,6 +18,7 @@ that have been through the model; the step begins by feeding those that are miss
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from node_draft.session import (
     Action,
@@ -30,7 +31,7 @@ from node_draft.session import (
     Session,
 )
 from speculation.growth import FlushState, GrowthPolicy
-from speculation.passes import DraftResult, DraftStep, NodeRow
+from speculation.passes import Child, DraftResult, DraftStep, NodeRow
 from speculation.tree import ROOT, Arrival, Tree, score_byte
 from wire.codec import digest_ids
 from wire.messages import (
@@ -219,22 +220,31 @@ class DraftScheduler:
                 whole = whole and parent in tree.nodes
                 if whole:
                     session.cached.add(parent)
+            self._attach(session, tree, parent, children)
+        return self._flush_if_due(session, now, can_grow=True)
+
+    def _attach(self, session: Session, tree: Tree, parent: int, children: Sequence[Child]) -> None:
+        """Hang the children that are probable enough on their parent, if it still lives."""
+        above = tree.logprob(parent) if parent in tree.nodes else 0.0
+        least = self.growth.least_logprob - above
+        kept = [(child.token, child.logprob) for child in children if child.logprob >= least]
+        first = session.next_node
+        session.next_node += len(kept)
+        if parent in tree.nodes or (parent == ROOT and session.num_cached == tree.length):
+            live = tree.grow(first, parent, kept)
+        else:
             # ROOT means the last token that was committed when the step was planned, not now.
             anchor = parent if parent != ROOT else -session.num_cached
-            above = tree.logprob(parent) if parent in tree.nodes else 0.0
-            for child in children:
-                if above + child.logprob < self.growth.least_logprob:
-                    continue
-                node = session.next_node
-                arrival = tree.add(node, anchor, child.token, child.logprob)
-                session.next_node += 1
-                if arrival is Arrival.LIVE:
-                    session.unsent.append(node)
-                    session.frontier.push(tree, node)
-                    self.counters.num_nodes += 1
-                else:
-                    self.counters.num_wasted += 1
-        return self._flush_if_due(session, now, can_grow=True)
+            live = [
+                first + i
+                for i, (token, logprob) in enumerate(kept)
+                if tree.add(first + i, anchor, token, logprob) is Arrival.LIVE
+            ]
+        session.unsent += live
+        for node in live:
+            session.frontier.push(tree, node)
+        self.counters.num_nodes += len(live)
+        self.counters.num_wasted += len(kept) - len(live)
 
     def tip_position(self, session_id: str) -> int:
         """Position that the session's deepest path proposes next; for traces."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import secrets
@@ -37,24 +38,23 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.replay import Recording, emulated, load_recordings, save_recordings
+from engine.replay import Recording, load_recordings, save_recordings
 from relay.client import Delta, Finished, StreamClient
+from scripts.bench_predict import OwnTimes, best_chains, own_times, predictions
 from scripts.bench_report import Run, report
 from scripts.demo import read_ledger
 from scripts.demo_model import ensure_demo_checkpoint
 from scripts.processes import ROOT, Part, Parts
 from scripts.record_answers import record
-from scripts.simulate import Policies, simulate_recordings
-from scripts.simulation import Times
 from speculation.ledger import Ledger
+from wire.connection import NUM_RTT_SAMPLES
 
 DRAFTER = ROOT / "models" / "smollm2-135m-drafter"
 RTTS_MS = (0.0, 20.0, 50.0, 86.0, 150.0, 230.0)
 LIVE_RTTS_MS = (0.0, 86.0, 230.0)
 TARGET_PACE, DRAFT_PACE = "34+0.1/16", "3+0.02"
-REFERENCE_TIMES = Times(rtt_s=0.0, verify_s=0.034, verify_row_s=0.0001, free_rows=16, draft_s=0.003, draft_row_s=2e-5)
+PING_INTERVAL_S = 0.2
 SYNCHRONOUS = ("--patience-ms", "5000", "--local", "none", "--switch-off", "never", "--row-costs", "free")
-CHAIN_SIZES = (2, 3, 4, 5, 6, 8, 10, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,9 @@ async def start(
 ) -> Pipeline:
     """Start one configuration's processes."""
     name = configuration.name.replace(" ", "-")
-    relay = await parts.start(f"{name}-relay", ["-m", "relay", "--port", "0"])
+    # The ledger takes the wire from pings; they come often here, because the links are changed under way.
+    ping = ["--ping-interval-s", str(PING_INTERVAL_S)]
+    relay = await parts.start(f"{name}-relay", ["-m", "relay", "--port", "0", *ping])
     delay_file = parts.folder / f"{name}.delay"
     delay_file.write_text("0")
     roles = ["verify"] if configuration.growth is None else ["verify", "draft"]
@@ -173,8 +175,8 @@ async def ask(pipeline: Pipeline, recording: Recording, num_tokens: int, *, spec
 
 async def run_setting(
     setting: str, args: argparse.Namespace, recordings: list[Recording], model: str
-) -> tuple[list[Run], Ledger]:
-    """All configurations of one setting at all round trips; and the ledger of the default's rounds."""
+) -> tuple[list[Run], Ledger, OwnTimes]:
+    """All configurations of one setting at all round trips; the ledger of the default's rounds, and our own times."""
     near, far = best_chains(recordings)
     rows = str(args.native_rows if setting == "native" else args.max_rows)
     node = ["--model", model, "--max-length", "1024"]
@@ -200,13 +202,14 @@ async def run_setting(
                 for rtt_ms in args.rtts if setting == "reference" else args.live_rtts:
                     for pipeline in pipelines.values():
                         await pipeline.set_rtt(rtt_ms)
-                    await asyncio.sleep(1.0)
+                    await asyncio.sleep(NUM_RTT_SAMPLES * PING_INTERVAL_S)
                     for recording in recordings[: args.prompts]:
                         runs += await ask_all(pipelines, recording, args.tokens, setting, rtt_ms)
         finally:
             await asyncio.shield(parts.stop())
-        ledger = read_ledger(parts.folder / "default.jsonl")
-    return runs, ledger
+        trace = parts.folder / "default.jsonl"
+        ledger, own = read_ledger(trace), own_times(trace)
+    return runs, ledger, own
 
 
 async def ask_all(
@@ -223,19 +226,6 @@ async def ask_all(
     shown = ", ".join(f"{run.configuration} {run.tokens_per_s:.1f}" for run in runs)
     say(f"{setting}, {rtt_ms:g} ms, {recording.kind}: {shown}")
     return runs
-
-
-def best_chains(recordings: Sequence[Recording]) -> tuple[int, int]:
-    """The best size of a synchronous chain side by side and at 86 ms, in the reference setting, by simulation."""
-    best = []
-    for rtt_s in (0.0, 0.086):
-        rates: dict[int, float] = defaultdict(float)
-        for size in CHAIN_SIZES:
-            policies = Policies(growth=f"chain:{size}", local="none", patience_s=5.0, gated=False)
-            times = Times(**{**REFERENCE_TIMES.__dict__, "rtt_s": rtt_s})
-            rates[size] = simulate_recordings(recordings, emulated, times, policies)["tokens_per_s"]
-        best.append(max(rates, key=lambda size: rates[size]))
-    return best[0], best[1]
 
 
 def assisted_tokens_per_s(model: str, recordings: Sequence[Recording], num_tokens: int) -> float:
@@ -261,26 +251,6 @@ def assisted_tokens_per_s(model: str, recordings: Sequence[Recording], num_token
             )  # fmt: skip
         tokens += answer.shape[1] - ids.shape[1]
     return tokens / (time.perf_counter() - began)
-
-
-def predictions(runs: Sequence[Run], args: argparse.Namespace, recordings: Sequence[Recording]) -> dict[str, float]:
-    """What the simulator says of the reference setting's far configurations, by "CONFIGURATION, RTT ms"; tokens/s.
-
-    The same recordings and schedulers; a pass costs on top what the target alone needed on top in this run.
-    """
-    alone = [run for run in runs if run.setting == "reference" and run.configuration == "target alone"]
-    passes = sum(run.report["passes"] for run in alone)
-    overhead_s = sum(run.report["answer_s"] - run.report["verify_compute_s"] for run in alone) / passes
-    predicted = {}
-    for rtt_ms in args.rtts:
-        times = Times(**{**REFERENCE_TIMES.__dict__, "rtt_s": rtt_ms / 1e3, "verify_overhead_s": overhead_s})
-        for name, local in (("WAN streamed tree", "none"), ("default", "recycle+suffix")):
-            figures = simulate_recordings(
-                recordings[: args.prompts], emulated, times, Policies(growth=args.tree, local=local),
-                max_tokens=args.tokens,
-            )  # fmt: skip
-            predicted[f"{name}, {rtt_ms:g} ms"] = figures["tokens_per_s"]
-    return predicted
 
 
 def say(text: str) -> None:
@@ -316,15 +286,22 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="write the figures here, and a picture beside it")
     parser.add_argument("--keep", help="keep logs and traces in this folder")
     args = parser.parse_args()
+    if args.results is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--results draws a picture and needs matplotlib: pip install -e '.[bench]'")
     began = time.monotonic()
     model = str(ensure_demo_checkpoint())
     recordings = ensure_recordings(args.recordings, model)
     runs: list[Run] = []
     ledgers: dict[str, Ledger] = {}
+    own: dict[str, OwnTimes] = {}
     for setting in args.settings:
-        answered, ledgers[setting] = asyncio.run(run_setting(setting, args, recordings, model))
+        answered, ledgers[setting], own[setting] = asyncio.run(run_setting(setting, args, recordings, model))
         runs += answered
-    predicted = predictions(runs, args, recordings) if "reference" in args.settings else {}
+    predicted = {}
+    if "reference" in args.settings:
+        predicted = predictions(
+            runs, own["reference"], recordings[: args.prompts], growth=args.tree, max_tokens=args.tokens
+        )
     parameters: dict[str, Any] = {
         "settings": args.settings, "rtts_ms": args.rtts, "live_rtts_ms": args.live_rtts,
         "prompts": args.prompts, "tokens": args.tokens,

@@ -173,6 +173,27 @@ def table(cells: Cells, setting: str) -> str:
     return "\n".join(lines)
 
 
+def by_kind(cells: Cells, setting: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Tokens/s by round trip, kind of prompt and configuration: a local drafter shines where answers repeat prompts."""
+    kinds: dict[str, dict[str, dict[str, float]]] = {}
+    for (of_setting, name, rtt), cell in cells.items():
+        for kind in dict.fromkeys(run.kind for run in cell.runs) if of_setting == setting else ():
+            alike = Cell([run for run in cell.runs if run.kind == kind])
+            kinds.setdefault(f"{rtt:g} ms", {}).setdefault(kind, {})[name] = round(alike.tokens_per_s, 2)
+    return kinds
+
+
+def kind_table(cells: Cells, setting: str, rtt_ms: float) -> str:
+    """Tokens/s by configuration and kind of prompt at one round trip, for people."""
+    kinds = by_kind(cells, setting).get(f"{rtt_ms:g} ms", {})
+    names = list(dict.fromkeys(name for speeds in kinds.values() for name in speeds))
+    lines = [f"{f'{setting}, {rtt_ms:g} ms':22}" + "".join(f"{kind:>12}" for kind in kinds)]
+    for name in names:
+        cells_shown = (f"{speeds[name]:12.1f}" if name in speeds else " " * 12 for speeds in kinds.values())
+        lines.append(f"{name:22}" + "".join(cells_shown))
+    return "\n".join(lines)
+
+
 def report(
     runs: Sequence[Run],
     ledgers: dict[str, Ledger],
@@ -191,6 +212,7 @@ def report(
         }
         for setting in settings
     }
+    figures["tokens/s by kind of prompt"] = {setting: by_kind(cells, setting) for setting in settings}
     figures["own cost of the default's rounds"] = {setting: own_cost(ledger) for setting, ledger in ledgers.items()}
     figures["simulated tokens/s, reference"] = {what: round(value, 2) for what, value in predicted.items()}
     if results is not None:
@@ -205,6 +227,7 @@ def report(
         )
         draw(cells, settings, results.with_suffix(""))
     lines = [table(cells, setting) for setting in settings]
+    lines += [kind_table(cells, setting, 86) for setting in settings if (setting, DEFAULT, 86) in cells]
     lines += [f"{'met   ' if goal.met else 'MISSED'} {goal.name}: {goal.measured} ({goal.goal})" for goal in goals]
     speeds = {f"{s}/{name}/{rtt:g}": round(cell.tokens_per_s, 2) for (s, name, rtt), cell in cells.items()}
     return "\n".join([*lines, json.dumps({"tokens_per_s": speeds, "parameters": parameters})])

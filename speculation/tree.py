@@ -18,6 +18,7 @@ A node arrives in one of these states, and only the last is the sender's fault:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -67,7 +68,7 @@ class Node:
     path_logprob: float
     source: str
     children: dict[int, int] = field(default_factory=dict)  # token -> node id
-    aliases: list[int] = field(default_factory=list)
+    aliases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,34 @@ class Tree:
             return Arrival.ORPHAN
         return Arrival.STALE
 
+    def grow(self, first: int, parent: int, children: Sequence[tuple[int, float]], source: str = "draft") -> list[int]:
+        """Attach children of our own making to a live node or to ROOT; `add` without what only a peer can get wrong.
+
+        Args:
+            first: the id of the first child, beyond all known ones; the others follow.
+            children: (token, log-probability given the parent) of each.
+
+        Returns:
+            The ids of those that live; the others repeat a sibling's token, or the tree is full.
+        """
+        nodes = self.nodes
+        if parent == ROOT:
+            siblings, above, position = self.roots, self.root_logprob, len(self.committed)
+        else:
+            node = nodes[parent]
+            siblings, above, position = node.children, node.path_logprob, node.position + 1
+        live: list[int] = []
+        for child, (token, logprob) in enumerate(children, first):
+            if token in siblings:
+                self._alias[child] = siblings[token]
+                nodes[siblings[token]].aliases += (child,)
+            elif len(nodes) < self.max_nodes:
+                nodes[child] = Node(child, parent, token, position, above + min(logprob, 0.0), source)
+                siblings[token] = child
+                live.append(child)
+        self._next_node = max(self._next_node, first + len(children))
+        return live
+
     def commit(self, tokens: tuple[int, ...] | list[int]) -> Commit:
         """Append committed tokens and move the root along them."""
         passed: list[int] = []
@@ -202,12 +231,12 @@ class Tree:
         if position < self.length:
             if self.committed[position] != token:
                 return Arrival.STALE
-            self._pass(node, position, [])
+            self._pass(node, position, ())
             return Arrival.PASSED
         siblings = self.children(parent)
         if token in siblings:
             self._alias[node] = siblings[token]
-            self.nodes[siblings[token]].aliases.append(node)
+            self.nodes[siblings[token]].aliases += (node,)
             return Arrival.DUPLICATE
         if len(self.nodes) >= self.max_nodes:
             return Arrival.FULL
@@ -216,7 +245,7 @@ class Tree:
         siblings[token] = node
         return Arrival.LIVE
 
-    def _pass(self, node: int, position: int, aliases: list[int]) -> None:
+    def _pass(self, node: int, position: int, aliases: tuple[int, ...]) -> None:
         for known in (node, *aliases):
             self._alias.pop(known, None)
             self._passed[known] = position

@@ -38,6 +38,9 @@ class Node(LinkUser, Protocol):
     def families(self) -> list[Family]: ...
 
 
+SWITCH_INTERVAL_S = 0.0005
+
+
 def run_main(
     program: str, main: Callable[[], Coroutine[Any, Any, int]], *expected: type[Exception], debug: bool = False
 ) -> int:
@@ -88,6 +91,8 @@ async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role:
     Raises:
         ExceptionGroup: of whatever ended it before: the relay turned it away, the model's thread died.
     """
+    # Else the event loop waits up to 5 ms for a model's thread that is busy in Python, with a frame in hand.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     hello = Hello(
         protocol=PROTOCOL_VERSION,
         role=role,
