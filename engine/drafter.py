@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.errors import CacheError
-from engine.model import CachedModel
+from engine.model import CachedModel, NewRows
 from engine.noise import noise_key
 from engine.sampler import Sampler
-from engine.slots import Slots, one_by_one
+from engine.slots import Slots, one_by_one, together
 from speculation.passes import Child, DraftResult, DraftStep, Sampling
 
 MAX_AHEAD = 15
@@ -77,29 +77,58 @@ class HFDrafter:
         self._sessions.open(slot, _Session(sampler))
 
     def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
-        return one_by_one(batch, self._step)
+        """See `DraftRunner.step`. A captured chain is one session's own; all other steps share a pass.
+
+        Raises:
+            CacheError: a slot comes twice; nothing was changed.
+        """
+        if len({request.slot for request in batch}) != len(batch):
+            raise CacheError(f"a slot is twice in one batch: {[request.slot for request in batch]}")
+        started = time.perf_counter()
+        run_before = self._model.run_s
+        ready = one_by_one(batch, self._prepare)
+        shared = [
+            (index, request, new)
+            for index, (request, new) in enumerate(zip(batch, ready, strict=True))
+            if isinstance(new, NewRows)
+        ]
+        logits = together([new for _, _, new in shared], self._model.forward_batch)
+        sampling_started = time.perf_counter()
+        run_s = self._model.run_s - run_before
+        children: list[dict[int, tuple[Child, ...]] | Exception] = [
+            {} if isinstance(each, NewRows) else each for each in ready
+        ]
+        for (index, request, new), rows in zip(shared, logits, strict=True):
+            if isinstance(rows, Exception):
+                children[index] = rows
+                continue
+            (children[index],) = one_by_one(
+                [request],
+                lambda each, new=new, rows=rows: self._take(each, new, rows),  # type: ignore[misc]
+            )
+        ended = time.perf_counter()
+        compute_s = run_s + ended - sampling_started
+        overhead_s = max(0.0, ended - started - compute_s)
+        return [
+            found
+            if isinstance(found, Exception)
+            else DraftResult(children=found, compute_s=compute_s, overhead_s=overhead_s)
+            for found in children
+        ]
 
     def close(self, slot: int) -> None:
         self._sessions.close(slot)
         self._model.clear(slot)
 
-    def _step(self, request: DraftStep) -> DraftResult:
-        started = time.perf_counter()
+    def _prepare(self, request: DraftStep) -> NewRows | dict[int, tuple[Child, ...]]:
+        """Settle and check one session's step, run what it runs alone; what is left to run with others, or, of a chain
+        and of a step without rows, its children."""
         session = self._sessions[request.slot]
-        run_before = self._model.run_s
         self._settle(session, request)
         self._check(session, request)
         if request.num_ahead and self._model.has_chains and session.sampler.is_plain:
-            children = self._run_chain(session, request)
-            compute_s = self._model.run_s - run_before
-            overhead_s = max(0.0, time.perf_counter() - started - compute_s)
-            return DraftResult(children=children, compute_s=compute_s, overhead_s=overhead_s)
-        logits = self._run(session, request)
-        sampling_started = time.perf_counter()
-        children = self._propose(session, request, logits)
-        ended = time.perf_counter()
-        compute_s = self._model.run_s - run_before + ended - sampling_started
-        return DraftResult(children=children, compute_s=compute_s, overhead_s=max(0.0, ended - started - compute_s))
+            return self._run_chain(session, request)
+        return self._last_rows(session, request) or {}
 
     def _settle(self, session: _Session, request: DraftStep) -> None:
         """Accepted nodes that the cache holds become committed rows, live ones move up, the rest is dropped."""
@@ -144,10 +173,9 @@ class HFDrafter:
         if not all(0 <= token < self._vocab_size for token in (*request.commit, *(n.token for n in request.nodes))):
             raise CacheError(f"token ids must be in 0..{self._vocab_size - 1}")
 
-    def _run(self, session: _Session, request: DraftStep) -> Tensor | None:
-        """Feed the commit tokens and the nodes. Returns logits [root if wanted + nodes, width]."""
+    def _last_rows(self, session: _Session, request: DraftStep) -> NewRows | None:
+        """Feed commit tokens that are too many for one pass; the rest of them and the nodes are the pass to share."""
         slot, commit, nodes = request.slot, list(request.commit), request.nodes
-        num_logits = len(nodes) + request.expand_root
         while len(commit) > 1 and len(commit) + len(nodes) > self._model.max_pass_rows:
             # The root's row stays for the last pass, whose logits are read.
             chunk = commit[: min(self._model.max_pass_rows, len(commit) - 1)]
@@ -159,24 +187,28 @@ class HFDrafter:
         rows = self._model.rows[slot]
         length = rows.length + len(commit)
         first = length + len(rows.tree)
-        parents = []
         row = dict(session.row)
+        parents = []
         for i, node in enumerate(nodes):
             parents.append(length - 1 if node.parent < 0 else row[node.parent])
             row[node.node] = first + i
-        logits = self._model.forward(
-            slot,
-            [*commit, *(node.token for node in nodes)],
+        return NewRows(
+            slot=slot,
+            tokens=[*commit, *(node.token for node in nodes)],
             num_committed=len(commit),
             parents=parents,
-            num_logits=max(1, num_logits),
+            num_logits=max(1, len(nodes) + request.expand_root),
         )
-        self._committed(session, commit)
-        session.row = row
-        for node in nodes:
-            above = () if node.parent < 0 else session.path[node.parent]
-            session.path[node.node] = (*above, node.token)
-        return logits if num_logits else None
+
+    def _take(self, request: DraftStep, new: NewRows, logits: Tensor) -> dict[int, tuple[Child, ...]]:
+        """The new rows are in the cache: note which is which, and propose children."""
+        session, nodes = self._sessions[request.slot], request.nodes
+        self._committed(session, new.tokens[: new.num_committed])
+        first = self._model.rows[request.slot].used - len(nodes)
+        for i, node in enumerate(nodes):
+            session.row[node.node] = first + i
+            session.path[node.node] = (*(() if node.parent < 0 else session.path[node.parent]), node.token)
+        return self._propose(session, request, logits)
 
     def _run_chain(self, session: _Session, request: DraftStep) -> dict[int, tuple[Child, ...]]:
         """Run the one row of the step and, behind it, the best child each time; children by parent, in path order."""
@@ -222,12 +254,12 @@ class HFDrafter:
         session.sampler.commit(tokens)
         session.num_tokens += len(tokens)
 
-    def _propose(self, session: _Session, request: DraftStep, logits: Tensor | None) -> dict[int, tuple[Child, ...]]:
+    def _propose(self, session: _Session, request: DraftStep, logits: Tensor) -> dict[int, tuple[Child, ...]]:
         """Children of each row that was run for them, ranked with the target's noise."""
         num = min(request.num_children, self._max_children)
         wanted: list[tuple[int, tuple[int, ...]]] = [(-1, ())] if request.expand_root else []
         wanted += [(node.node, session.path[node.node]) for node in request.nodes]
-        if logits is None:
+        if not wanted:
             return {}
         positions = [session.num_tokens + len(path) for _, path in wanted]
         proposed = session.sampler.propose_rows(logits, positions, [path for _, path in wanted], num)

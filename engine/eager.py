@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from engine.cache import KVCache
+from engine.errors import CacheError
 from engine.hf import CausalLM, Masks
 from engine.rows import SlotRows
 from engine.window import SlotWindow
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a pass does for one slot.
+
+    Attributes:
+        tokens: of the new rows.
+        rows: the slot's books, the new rows in them.
+        new: the new rows, the last of those in use.
+        num_logits: of how many last rows logits are wanted, at least 1.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    rows: SlotRows
+    new: range
+    num_logits: int
 
 
 def seen_rows(rows: SlotRows, new: range) -> Tensor:
@@ -70,6 +91,23 @@ class EagerPasses:
         self.run_s += time.perf_counter() - started
         return logits
 
+    def run_batch(self, runs: Sequence[Run]) -> list[Tensor | CacheError]:
+        """`run` for several slots, each once: in shared passes where our own forward runs the model.
+
+        transformers' forward looks at one slot's storage as it lies there. To share a pass it would have to be given a
+        copy of what all slots have in use, for each layer; on a CPU that costs what sharing saves.
+        """
+        if not self._lm.is_lean:
+            return [self.run(run.slot, run.tokens, run.rows, run.new, run.num_logits) for run in runs]
+        results: list[Tensor | CacheError] = []
+        group: list[Run] = []
+        for run in runs:
+            if sum(len(each.new) for each in group) + len(run.new) > self._tokens.shape[1]:
+                results += self._run_shared(group)
+                group = []
+            group.append(run)
+        return results + self._run_shared(group)
+
     def move(self, slot: int, moves: Sequence[tuple[int, int]]) -> None:
         """See `KVCache.move`."""
         self.cache.move(slot, moves)
@@ -84,17 +122,37 @@ class EagerPasses:
 
     def _fill(self, slot: int, tokens: Sequence[int], rows: SlotRows, new: range) -> None:
         """Copy the inputs into the buffers, and point the window at them."""
+        self._fill_at(0, tokens, rows, new)
         n = len(new)
-        self._tokens[0, :n].copy_(torch.tensor(tokens, dtype=torch.long))
-        self._positions[0, :n].copy_(torch.tensor([rows.position(row) for row in new], dtype=torch.long))
         self._row_ids[:n].copy_(torch.arange(new.start, new.stop))
-        mask = seen_rows(rows, new)
-        self._mask[0, 0, :n, : rows.used].copy_(mask)
-        if self._sliding is not None:
-            near = near_rows(mask, rows, new, self._lm.sliding_window)
-            self._sliding[0, 0, :n, : rows.used].copy_(near)
         window = self._window
         window.slot, window.rows, window.length = slot, self._row_ids[:n], rows.used
+
+    def _fill_at(self, first: int, tokens: Sequence[int], rows: SlotRows, new: range) -> None:
+        """Copy tokens, positions and masks of one slot's new rows into rows first.. of the buffers."""
+        end = first + len(new)
+        self._tokens[0, first:end].copy_(torch.tensor(tokens, dtype=torch.long))
+        self._positions[0, first:end].copy_(torch.tensor([rows.position(row) for row in new], dtype=torch.long))
+        mask = seen_rows(rows, new)
+        self._mask[0, 0, first:end, : rows.used].copy_(mask)
+        if self._sliding is not None:
+            near = near_rows(mask, rows, new, self._lm.sliding_window)
+            self._sliding[0, 0, first:end, : rows.used].copy_(near)
+
+    @torch.inference_mode()
+    def _run_shared(self, runs: Sequence[Run]) -> list[Tensor | CacheError]:
+        """One pass of our own forward over all of them."""
+        ends = list(accumulate(len(run.new) for run in runs))
+        parts = []
+        for run, end in zip(runs, ends, strict=True):
+            first = end - len(run.new)
+            self._fill_at(first, run.tokens, run.rows, run.new)
+            masks = self._mask if self._sliding is None else self._sliding
+            parts.append((self._window.slots[run.slot], masks[0, 0, first:end, : run.rows.used], run.num_logits))
+        started = time.perf_counter()
+        logits = self._lm.forward_slots(self._tokens[:, : ends[-1]], self._positions[:, : ends[-1]], parts).float()
+        self.run_s += time.perf_counter() - started
+        return list(torch.split(logits, [run.num_logits for run in runs]))
 
     @torch.inference_mode()
     def _run(self, num_rows: int, length: int, num_logits: int) -> Tensor:

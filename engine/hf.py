@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from engine.cache import LayerShape
 from engine.errors import CheckpointError
-from engine.lean import LeanForward, supported
-from engine.window import SlotWindow, Window
+from engine.lean import LeanForward, Part, supported
+from engine.window import Pair, SlotWindow, Window
 
 
 class FixedLayer(CacheLayerMixin):
@@ -156,14 +156,30 @@ class CausalLM:
         """
         window = attached.window
         if self._lean is not None and isinstance(window, SlotWindow):
-            self._lean.reserve(window.length)
-            pairs = window.slots[window.slot]
-            keys, values = [keys for keys, _ in pairs], [values for _, values in pairs]
             mask = (masks.full if masks.sliding is None else masks.sliding)[0, 0]
-            logits = self._lean(tokens[0], positions[0], mask, keys, values, num_logits=num_logits)
-        else:
-            logits = self._forward_hf(tokens, positions, masks, attached.hf, num_logits=num_logits)
-        return self._widened(logits)
+            return self.forward_slots(tokens, positions, [(window.slots[window.slot], mask, num_logits)])
+        return self._widened(self._forward_hf(tokens, positions, masks, attached.hf, num_logits=num_logits))
+
+    def forward_slots(
+        self, tokens: Tensor, positions: Tensor, parts: Sequence[tuple[list[Pair], Tensor, int]]
+    ) -> Tensor:
+        """One pass of our own forward over new rows of several slots, those of each behind one another.
+
+        Args:
+            tokens, positions: [1, n], long.
+            parts: of each slot its keys and values in each layer, its mask [new rows, rows seen], and of how many of
+                its last rows logits are wanted.
+
+        Returns:
+            [sum of those, width], in the model's dtype.
+        """
+        assert self._lean is not None
+        self._lean.reserve(max(mask.shape[1] for _, mask, _ in parts))
+        lean_parts = [
+            Part(mask, [keys for keys, _ in pairs], [values for _, values in pairs], num_logits)
+            for pairs, mask, num_logits in parts
+        ]
+        return self._widened(self._lean(tokens[0], positions[0], lean_parts))
 
     @torch.inference_mode()
     def without_cache(self, tokens: Sequence[int]) -> Tensor | None:

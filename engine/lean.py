@@ -12,7 +12,9 @@ transformers' own forward. The two are held to the same logits by `tests/engine/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,6 +36,22 @@ class Layer:
     post_norm: Tensor  # [hidden]
     gate_up: Product  # hidden -> 2 inner
     down: Product  # inner -> hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a pass that belong to one slot: n new rows, the last of the `length` that they see.
+
+    Attributes:
+        mask: [n, length], bool, True where a row sees a cached row.
+        keys, values: of each layer, the slot's storage [K, capacity, D]; new rows are written in place.
+        num_logits: logits are wanted of so many last rows.
+    """
+
+    mask: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    num_logits: int
 
 
 def supported(model: Any) -> bool:
@@ -93,57 +111,77 @@ class LeanForward:
         # The first half is subtracted: rotate_half(x) = (-x2, x1).
         self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None, :].contiguous()
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        *,
-        num_logits: int,
-    ) -> Tensor:
-        """One pass over n new rows of one slot, the last of the `length` that are seen.
+    def __call__(self, tokens: Tensor, positions: Tensor, parts: Sequence[Part]) -> Tensor:
+        """One pass over n new rows, those of one slot behind those of another.
+
+        Weights are read once for all rows; only attention runs slot by slot, over the slot's own rows.
 
         Args:
             tokens, positions: [n], long.
-            mask: [n, length], bool, True where a row sees a cached row.
-            keys, values: of each layer, the slot's storage [K, capacity, D]; new rows are written in place.
-            num_logits: logits are wanted of this many last rows.
+            parts: in the order of the rows.
 
         Returns:
-            [num_logits, rows of the head], in the model's dtype.
+            Logits of the rows that each part wants, [sum of num_logits, rows of the head], in the model's dtype.
         """
-        n, length = mask.shape
-        first = length - n
-        heads, kv, dim, group = self.num_heads, self.num_kv_heads, self.head_dim, self.group
+        n = len(tokens)
+        heads, kv, dim = self.num_heads, self.num_kv_heads, self.head_dim
         hidden = self.embeddings[tokens]  # [n, hidden]
         cos, sin = self._cos[positions], self._sin[positions]  # [n, 1, D]
-        # A key head's query heads lie behind one another: row (g, i) of a group is query head g of new row i.
-        unseen = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill_(~mask, float("-inf"))
-        unseen = unseen.expand(group, n, length).reshape(group * n, length)
+        unseen = [self._unseen(part.mask, hidden.dtype) for part in parts]
+        ends = list(accumulate(part.mask.shape[0] for part in parts))
         half = dim // 2
-        for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
+        for number, layer in enumerate(self.layers):
             normed = self._rms_norm(hidden, layer.input_norm)
             qkv = layer.qkv(normed).view(n, heads + 2 * kv, dim)
             to_turn = qkv[:, : heads + kv]
             turned = to_turn * cos
             turned[..., :half].addcmul_(to_turn[..., half:], sin[..., :half])
             turned[..., half:].addcmul_(to_turn[..., :half], sin[..., half:])
-            layer_keys[:, first:length] = turned[:, heads:].transpose(0, 1)
-            layer_values[:, first:length] = qkv[:, heads + kv :].transpose(0, 1)
-            queries = turned[:, :heads].view(n, kv, group, dim).permute(1, 2, 0, 3).reshape(kv, group * n, dim)
-            scores = torch.baddbmm(
-                unseen, queries, layer_keys[:, :length].transpose(1, 2), alpha=self.scale
-            )  # [K, group n, length]
-            mixed = torch.bmm(scores.softmax(-1), layer_values[:, :length])
-            mixed = mixed.view(kv, group, n, dim).permute(2, 0, 1, 3).reshape(n, heads * dim)
-            hidden = hidden + layer.out(mixed)
+            mixed = [
+                self._attend(
+                    turned[end - part.mask.shape[0] : end], qkv[end - part.mask.shape[0] : end, heads + kv :],
+                    added, part.keys[number], part.values[number], part.mask.shape[1],
+                )
+                for part, added, end in zip(parts, unseen, ends, strict=True)
+            ]  # fmt: skip
+            hidden = hidden + layer.out(mixed[0] if len(mixed) == 1 else torch.cat(mixed))
             normed = self._rms_norm(hidden, layer.post_norm)
             gate, up = layer.gate_up(normed).chunk(2, -1)
             hidden = hidden + layer.down(functional.silu(gate).mul_(up))
-        last = self._rms_norm(hidden[-num_logits:], self.norm)
-        return self.head(last)
+        wanted = [hidden[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)]
+        return self.head(self._rms_norm(wanted[0] if len(wanted) == 1 else torch.cat(wanted), self.norm))
+
+    def _unseen(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is added to a part's scores, [group n, length].
+
+        A key head's query heads lie behind one another: row (g, i) of a group is query head g of new row i.
+        """
+        n, length = mask.shape
+        unseen = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+        return unseen.expand(self.group, n, length).reshape(self.group * n, length)
+
+    def _attend(
+        self, turned: Tensor, new_values: Tensor, unseen: Tensor, keys: Tensor, values: Tensor, length: int
+    ) -> Tensor:
+        """Store a part's new rows in one layer and let them look at the slot.
+
+        Args:
+            turned: [n, H + K, D], queries and keys of the new rows, rotated; new_values: [n, K, D].
+            unseen: [group n, length], from `_unseen`.
+
+        Returns:
+            [n, H D].
+        """
+        heads, kv, dim, group = self.num_heads, self.num_kv_heads, self.head_dim, self.group
+        n = turned.shape[0]
+        keys[:, length - n : length] = turned[:, heads:].transpose(0, 1)
+        values[:, length - n : length] = new_values.transpose(0, 1)
+        queries = turned[:, :heads].view(n, kv, group, dim).permute(1, 2, 0, 3).reshape(kv, group * n, dim)
+        scores = torch.baddbmm(
+            unseen, queries, keys[:, :length].transpose(1, 2), alpha=self.scale
+        )  # [K, group n, length]
+        mixed = torch.bmm(scores.softmax(-1), values[:, :length])
+        return mixed.view(kv, group, n, dim).permute(2, 0, 1, 3).reshape(n, heads * dim)
 
     def set_head(self, weight: Tensor) -> None:
         """Use these rows, [rows, hidden], as the head."""

@@ -7,6 +7,7 @@ The books of each slot are kept here; how a pass is run is the matter of `engine
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from engine.cache import KVCache
 from engine.captured import CapturedPasses
 from engine.capturer import Capturer, Uncaptured
 from engine.chain import CapturedChain
-from engine.eager import EagerPasses
+from engine.eager import EagerPasses, Run
 from engine.errors import CacheError
 from engine.hf import CausalLM
 from engine.rows import SlotRows
+from engine.shared import SharedPasses
 
 PREFILL_ROWS = 256
 WARM_PREFILL_ROWS = 128
@@ -28,6 +30,17 @@ WARM_EAGER_ROWS = 32
 SELF_CHECK_ROWS = 8
 """Passes of so many rows are needed whatever the node was told (`engine/selfcheck.py`)."""
 FIRST_SEGMENT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRows:
+    """New rows of one slot; see `CachedModel.forward`."""
+
+    slot: int
+    tokens: Sequence[int]
+    num_committed: int = 0
+    parents: Sequence[int] = ()
+    num_logits: int | None = None
 
 
 class CachedModel:
@@ -61,6 +74,7 @@ class CachedModel:
         self._lm = lm
         self._passes: EagerPasses | CapturedPasses
         self._chain: CapturedChain | None = None
+        self._shared: SharedPasses | None = None
         if capturer is None:
             capacity = max_length + max_tree_rows
             self.max_pass_rows = max(PREFILL_ROWS, max_tree_rows + 1)
@@ -83,6 +97,8 @@ class CachedModel:
             self._passes = CapturedPasses(
                 lm, self.cache, buckets=buckets, max_moves=max_tree_rows + 1, capturer=capturer
             )
+            if num_slots > 1:
+                self._shared = SharedPasses(self._passes, num_slots=num_slots)
             if chain_vocab and not isinstance(capturer, Uncaptured):
                 self._chain = CapturedChain(self._passes, vocab_size=chain_vocab)
         self.rows = [SlotRows(capacity=capacity, max_length=max_length) for _ in range(num_slots)]
@@ -109,22 +125,81 @@ class CachedModel:
         Raises:
             CacheError: the rows do not fit; nothing was changed.
         """
-        if not 0 < len(tokens) <= self.max_pass_rows or len(tokens) != num_committed + len(parents):
-            raise CacheError(
-                f"a pass takes 1..{self.max_pass_rows} tokens, one for each row; got {len(tokens)} tokens for "
-                f"{num_committed} committed and {len(parents)} tree rows"
-            )
-        rows = self.rows[slot]
-        before = rows.used
-        if num_committed:
-            rows.extend(num_committed)
+        run = self._place(
+            NewRows(slot=slot, tokens=tokens, num_committed=num_committed, parents=parents, num_logits=num_logits)
+        )
         try:
-            rows.append(parents)
-            logits = self._passes.run(slot, tokens, rows, range(before, rows.used), num_logits or len(tokens))
+            return self._passes.run(slot, run.tokens, run.rows, run.new, run.num_logits)
+        except BaseException:
+            run.rows.rewind(len(run.new))
+            raise
+
+    def forward_batch(self, batch: Sequence[NewRows]) -> list[Tensor | CacheError]:
+        """`forward` for several slots, each once, in as few passes as can be.
+
+        Returns:
+            Logits for each, or why its rows do not fit; nothing was changed in that slot.
+
+        Raises:
+            CacheError: a slot comes twice; nothing was changed.
+            Exception: what a pass raises; nothing was changed in any slot.
+        """
+        if len({new.slot for new in batch}) != len(batch):
+            raise CacheError(f"a slot is twice in one batch: {[new.slot for new in batch]}")
+        results: list[Tensor | CacheError] = [CacheError("not run")] * len(batch)
+        runs: dict[int, Run] = {}
+        for index, new in enumerate(batch):
+            try:
+                runs[index] = self._place(new)
+            except CacheError as exc:
+                results[index] = exc
+        try:
+            for index, result in zip(runs, self._run(list(runs.values())), strict=True):
+                results[index] = result
+        except BaseException:
+            for run in runs.values():
+                run.rows.rewind(len(run.new))
+            raise
+        for index, run in runs.items():
+            if isinstance(results[index], CacheError):
+                run.rows.rewind(len(run.new))
+        return results
+
+    def _run(self, runs: list[Run]) -> list[Tensor | CacheError]:
+        if len(runs) > 1 and self._shared is not None:
+            return self._shared.run_batch(runs)
+        if len(runs) > 1 and isinstance(self._passes, EagerPasses):
+            return self._passes.run_batch(runs)
+        results: list[Tensor | CacheError] = []
+        for run in runs:
+            try:
+                results.append(self._passes.run(run.slot, run.tokens, run.rows, run.new, run.num_logits))
+            except CacheError as exc:
+                results.append(exc)
+        return results
+
+    def _place(self, new: NewRows) -> Run:
+        """Enter new rows into the slot's books.
+
+        Raises:
+            CacheError: they do not fit; nothing was changed.
+        """
+        num_rows = len(new.tokens)
+        if not 0 < num_rows <= self.max_pass_rows or num_rows != new.num_committed + len(new.parents):
+            raise CacheError(
+                f"a pass takes 1..{self.max_pass_rows} tokens, one for each row; got {num_rows} tokens for "
+                f"{new.num_committed} committed and {len(new.parents)} tree rows"
+            )
+        rows = self.rows[new.slot]
+        before = rows.used
+        if new.num_committed:
+            rows.extend(new.num_committed)
+        try:
+            rows.append(new.parents)
         except BaseException:
             rows.rewind(rows.used - before)
             raise
-        return logits
+        return Run(new.slot, new.tokens, rows, range(before, rows.used), new.num_logits or num_rows)
 
     @property
     def has_chains(self) -> bool:
@@ -182,17 +257,19 @@ class CachedModel:
     @property
     def run_s(self) -> float:
         """Total time spent in the model so far; on a GPU up to the launch, the wait shows where results are read."""
-        return self._passes.run_s + (self._chain.run_s if self._chain else 0.0)
+        parts = (self._passes, self._shared, self._chain)
+        return sum(part.run_s for part in parts if part is not None)
 
     @property
     def num_captures(self) -> int:
         """Graphs captured so far."""
-        return self._passes.num_captures + (self._chain.num_captures if self._chain else 0)
+        parts = (self._passes, self._shared, self._chain)
+        return sum(part.num_captures for part in parts if part is not None)
 
     def addresses(self) -> list[int]:
         """Where the cache and the input buffers lie. When the cache grows some are added; none changes."""
-        chain = self._chain.addresses() if self._chain else []
-        return [*self.cache.addresses(), *self._passes.addresses(), *chain]
+        parts = (self.cache, self._passes, self._shared, self._chain)
+        return [address for part in parts if part is not None for address in part.addresses()]
 
     def warm_up(self) -> None:
         """Do what the first pass of each kind would have to: capture, then one pass for each power of two of rows.
@@ -205,6 +282,8 @@ class CachedModel:
             CacheError: there is no memory for it.
         """
         self._passes.warm_up()
+        if self._shared is not None and not self._shared.warm_up():
+            self._shared = None
         if self._chain is not None and not self._chain.warm_up():
             self._chain = None
         num_rows = 1

@@ -13,12 +13,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from engine.errors import CacheError, EngineError
 from engine.noise import mix64
-from engine.slots import Slots
+from engine.slots import Slots, one_by_one
 from speculation.passes import Child, DraftResult, DraftStep, Sampling, VerifyPass, VerifyResult
 from speculation.walk import walk
 
@@ -155,19 +155,19 @@ class ReplayTarget:
         self._slots[slot].num_cached = end
 
     def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
-        """See `TargetRunner.verify`."""
+        """See `TargetRunner.verify`: one pass, which lasts as long as its rows of all sessions together make it."""
         began_at = time.perf_counter()
-        results = [self._verify(request) for request in batch]
+        results = one_by_one(batch, self._verify)
         seconds = self._pace.seconds(sum(len(request.tokens) for request in batch))
         if self._real_time:
             sleep_until(began_at + seconds)
-        return [VerifyResult(tokens=tokens, rows=rows, tops=tops, compute_s=seconds) for tokens, rows, tops in results]
+        return [each if isinstance(each, Exception) else replace(each, compute_s=seconds) for each in results]
 
     def close(self, slot: int) -> None:
         """Free the slot. Closing a free slot does nothing."""
         self._slots.close(slot)
 
-    def _verify(self, request: VerifyPass) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    def _verify(self, request: VerifyPass) -> VerifyResult:
         session = self._slots[request.slot]
         if request.start != session.num_tokens:
             raise CacheError(f"a pass from position {request.start}, but {session.num_tokens} tokens are committed")
@@ -184,7 +184,7 @@ class ReplayTarget:
         tops: tuple[tuple[int, ...], ...] = ()
         if request.num_tops and recording is not None:
             tops = tuple(at[: request.num_tops] for at in recording.tops[first : first + len(walked.tokens)])
-        return walked.tokens, walked.rows, tops
+        return VerifyResult(tokens=walked.tokens, rows=walked.rows, tops=tops)
 
 
 @dataclass(slots=True)
@@ -234,13 +234,16 @@ class ReplayDrafter:
         self._slots.open(slot, _DraftSlot(num_prompt=num_prompt))
 
     def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
-        """See `DraftRunner.step`."""
+        """See `DraftRunner.step`: one step, which lasts as long as its rows of all sessions together make it."""
         began_at = time.perf_counter()
-        children = [self._step(request) for request in batch]
+        children = one_by_one(batch, self._step)
         seconds = self._pace.seconds(max(1, sum(len(request.nodes) + request.expand_root for request in batch)))
         if self._real_time:
             sleep_until(began_at + seconds)
-        return [DraftResult(children=found, compute_s=seconds) for found in children]
+        return [
+            found if isinstance(found, Exception) else DraftResult(children=found, compute_s=seconds)
+            for found in children
+        ]
 
     def close(self, slot: int) -> None:
         """Free the slot. Closing a free slot does nothing."""

@@ -44,9 +44,11 @@ class TargetRunner(Protocol):
         ...
 
     def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
-        """Score the rows, walk, keep the accepted rows in the cache, drop the rest.
+        """One pass for several sessions, each once: score the rows, walk, keep the accepted ones in the cache, drop the
+        rest. A session's tokens are those that it would get alone.
 
-        A session that fails alone (NaN logits: `NumericalError`) gets its exception in its place.
+        A session that fails alone (NaN logits: `NumericalError`) gets its exception in its place. What is raised was
+        raised before any session was changed, so whoever calls may try them one by one.
         """
         ...
 
@@ -84,7 +86,10 @@ class DraftRunner(Protocol):
         ...
 
     def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
-        """Settle the caches, run the rows, propose children. A session that fails alone gets its exception."""
+        """One step for several sessions, each once: settle the caches, run the rows, propose children.
+
+        Exceptions as with `TargetRunner.verify`.
+        """
         ...
 
     def close(self, slot: int) -> None:

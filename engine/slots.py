@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from engine.errors import CacheError, EngineError, is_of_all
 
+log = logging.getLogger(__name__)
 S = TypeVar("S")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -56,13 +58,45 @@ class Slots(Generic[S]):
 
 
 def one_by_one(requests: Sequence[R], run: Callable[[R], T]) -> list[T | Exception]:
-    """Run each request; one that fails with an `EngineError` gets its exception in its place, the others go on."""
+    """Run each request; one that fails gets its exception in its place, the others go on.
+
+    Raises:
+        Exception: one that concerns all sessions (`is_of_all`).
+    """
     results: list[T | Exception] = []
     for request in requests:
         try:
             results.append(run(request))
-        except EngineError as exc:
+        except Exception as exc:
             if is_of_all(exc):
                 raise
+            if not isinstance(exc, EngineError):
+                log.exception("one session's work failed")
             results.append(exc)
     return results
+
+
+def together(requests: Sequence[R], run: Callable[[Sequence[R]], Sequence[T | Exception]]) -> list[T | Exception]:
+    """Run requests in one go; where that fails as a whole, each by itself, so that only those fail that must.
+
+    Args:
+        run: a runner's call for a batch: it raises only before it has changed anything.
+
+    Raises:
+        Exception: one that concerns all sessions.
+    """
+    if len(requests) > 1:
+        try:
+            return list(run(requests))
+        except Exception as exc:
+            if is_of_all(exc):
+                raise
+            log.warning("%d sessions could not be served together, each is by itself: %r", len(requests), exc)
+    return one_by_one(requests, lambda request: _only(run([request])))
+
+
+def _only(results: Sequence[T | Exception]) -> T:
+    (result,) = results
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.errors import CacheError, NumericalError
-from engine.model import CachedModel
+from engine.errors import CacheError, NumericalError, is_of_all
+from engine.model import CachedModel, NewRows
 from engine.sampler import Sampler
 from engine.slots import Slots, one_by_one
 from speculation.passes import Sampling, TokenLogprob, VerifyPass, VerifyResult
@@ -28,6 +28,21 @@ class _Session:
         self.tokens = list(tokens)
         self.sampler = sampler
         self.stop_ids = frozenset(stop_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """What a pass has committed in one session."""
+
+    walk: Walk
+    logprobs: tuple[TokenLogprob, ...] | None
+    tops: tuple[tuple[int, ...], ...]
+
+    def result(self, compute_s: float, overhead_s: float) -> VerifyResult:
+        return VerifyResult(
+            tokens=self.walk.tokens, rows=self.walk.rows, logprobs=self.logprobs, tops=self.tops,
+            compute_s=compute_s, overhead_s=overhead_s,
+        )  # fmt: skip
 
 
 class HFTarget:
@@ -86,16 +101,57 @@ class HFTarget:
             self._model.forward(slot, tokens, num_committed=len(tokens), num_logits=1)
 
     def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
-        return one_by_one(batch, self._verify)
+        """See `TargetRunner.verify`.
+
+        Raises:
+            CacheError: a slot comes twice; nothing was changed.
+        """
+        started = time.perf_counter()
+        run_before = self._model.run_s
+        outcomes: list[_Walked | Exception | None] = [None] * len(batch)
+        new: dict[int, NewRows] = {}
+        for index, request in enumerate(batch):
+            try:
+                new[index] = self._new_rows(request)
+            except CacheError as exc:
+                outcomes[index] = exc
+        logits = dict(zip(new, self._model.forward_batch(list(new.values())), strict=True))
+        run_s = self._model.run_s - run_before
+        walk_started = time.perf_counter()
+        again: list[int] = []
+        for index, rows in logits.items():
+            outcome = self._walk_and_keep(batch[index], rows) if isinstance(rows, Tensor) else rows
+            if isinstance(outcome, NumericalError) and (len(new) > 1 or len(batch[index].tokens) > 1):
+                again.append(index)
+            outcomes[index] = outcome
+        ended = time.perf_counter()
+        compute_s = run_s + ended - walk_started
+        overhead_s = max(0.0, ended - started - compute_s)
+        results: list[VerifyResult | Exception] = [
+            outcome.result(compute_s, overhead_s) if isinstance(outcome, _Walked) else outcome
+            for outcome in outcomes
+            if outcome is not None
+        ]
+        for index in again:
+            # Others' rows and wrong candidates are part of the products, if behind a mask: score it without the others,
+            # then without candidates.
+            request = batch[index]
+            alone = request if len(new) > 1 else replace(request, tokens=request.tokens[:1], parents=(-1,))
+            results[index] = one_by_one([alone], lambda each: self.verify([each])[0])[0]
+        return results
 
     def close(self, slot: int) -> None:
         self._sessions.close(slot)
         self._model.clear(slot)
 
-    def _verify(self, request: VerifyPass) -> VerifyResult:
-        started = time.perf_counter()
-        slot, session = request.slot, self._sessions[request.slot]
-        base = self._model.rows[slot].length  # row of the pending token
+    def _new_rows(self, request: VerifyPass) -> NewRows:
+        """The rows of a pass.
+
+        Raises:
+            CacheError: they do not fit what is committed and cached.
+        """
+        session = self._sessions[request.slot]
+        base = self._model.rows[request.slot].length  # row of the pending token
         if request.start != len(session.tokens) or base != request.start - 1:
             raise CacheError(
                 f"a pass from position {request.start}, but {len(session.tokens)} tokens are committed "
@@ -107,38 +163,31 @@ class HFTarget:
             raise CacheError(f"token ids must be in 0..{self._vocab_size - 1}")
         if request.parents[0] != -1 or min(request.parents[1:], default=0) < 0:
             raise CacheError(f"candidates must follow an earlier row; parents are {request.parents}")
-        room = min(request.max_tokens, self.max_length - request.start)
-        if room < 1:
+        if min(request.max_tokens, self.max_length - request.start) < 1:
             raise CacheError(f"no token fits at position {request.start} of {self.max_length}")
-        run_before = self._model.run_s
-        logits = self._model.forward(slot, request.tokens, parents=[base + parent for parent in request.parents])
-        run_s = self._model.run_s - run_before
-        walk_started = time.perf_counter()
+        return NewRows(
+            slot=request.slot, tokens=request.tokens, parents=[base + parent for parent in request.parents]
+        )  # fmt: skip
+
+    def _walk_and_keep(self, request: VerifyPass, logits: Tensor) -> _Walked | Exception:
+        """Walk one session's rows, commit, compact. A failure is that session's alone, and its rows are dropped."""
+        slot, session = request.slot, self._sessions[request.slot]
         try:
-            walked = self._walk(session, logits, request, room)
+            walked = self._walk(session, logits, request, min(request.max_tokens, self.max_length - request.start))
             logprobs = self._logprobs(session, logits, walked, request.num_logprobs)
             tops = self._tops(logits, walked, request.num_tops)
-        except BaseException as exc:
+        except Exception as exc:
             self._model.rewind(slot, len(request.tokens))
-            if isinstance(exc, NumericalError) and len(request.tokens) > 1:
-                # A candidate may have caused it, as masked rows are part of the products: score row 0 alone.
-                return self._verify(replace(request, tokens=request.tokens[:1], parents=(-1,)))
-            raise
+            if is_of_all(exc):
+                raise
+            return exc
+        base = self._model.rows[slot].length
         # The last token is pending again: its row, if it was a candidate, is not kept.
         kept = walked.rows[: len(walked.tokens) - 1]
         self._model.keep(slot, [base, *(base + row for row in kept)])
         session.tokens.extend(walked.tokens)
         session.sampler.commit(walked.tokens)
-        ended = time.perf_counter()
-        compute_s = run_s + ended - walk_started
-        return VerifyResult(
-            tokens=walked.tokens,
-            rows=walked.rows,
-            logprobs=logprobs,
-            tops=tops,
-            compute_s=compute_s,
-            overhead_s=max(0.0, ended - started - compute_s),
-        )
+        return _Walked(walked, logprobs, tops)
 
     def _walk(self, session: _Session, logits: Tensor, request: VerifyPass, max_tokens: int) -> Walk:
         """Follow the target's own tokens; only rows on the way are sampled."""

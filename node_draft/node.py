@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
-from engine.errors import is_of_all
 from engine.executor import ModelExecutor
 from engine.runner import DraftRunner
+from engine.slots import together
 from node_draft.scheduler import DraftScheduler
 from node_draft.session import Action, CloseSlot, FrameAnswered, OpenSlot, Send
 from speculation.ledger import PARTS, Round
@@ -59,19 +60,21 @@ class DraftNode(NodeShell):
     async def feed_model(self) -> None:
         """Give the model steps as long as there are any; raises `EngineDead` if its thread dies."""
         while True:
-            step, actions = self.scheduler.next_step(self.now())
+            parts, actions = self.scheduler.next_step(self.now())
             self._perform(actions, self.now())
             calls = self.take_slot_calls()
-            if step is not None:
+            if parts:
                 began = self.now()
-                result = await self.executor.run(self._run, calls, step)
+                results = await self.executor.run(self._run, calls, parts)
                 now = self.now()
-                if isinstance(result, DraftResult):
-                    self.trace.write(
-                        "draft", now, began=began, slot=step.slot, num_commit=len(step.commit),
-                        num_nodes=len(step.nodes), compute_s=result.compute_s, overhead_s=result.overhead_s,
-                    )  # fmt: skip
-                self._perform(self.scheduler.on_step_done(result, now), now)
+                for part, result in zip(parts, results, strict=True):
+                    if isinstance(result, DraftResult) and self.trace.enabled:
+                        self.trace.write(
+                            "draft", now, began=began, slot=part.slot, num_commit=len(part.commit),
+                            num_nodes=len(part.nodes), compute_s=result.compute_s, overhead_s=result.overhead_s,
+                            step_sessions=len(parts),
+                        )  # fmt: skip
+                self._perform(self.scheduler.on_step_done(results, now), now)
                 continue
             if calls:
                 await self.executor.run(self.call_all, calls)
@@ -79,19 +82,13 @@ class DraftNode(NodeShell):
             self.wake.clear()
             await self.wake.wait()
 
-    def _run(self, calls: list[SlotCall], step: DraftStep) -> DraftResult | Exception:
+    def _run(self, calls: list[SlotCall], parts: Sequence[DraftStep]) -> list[DraftResult | Exception]:
         """In the model's thread: open and free slots, then do the step. A failure is its session's, if it can be."""
         self.call_all(calls)
-        failure = self.failure(step.slot)
-        if failure is not None:
-            return failure
-        try:
-            return self.runner.step([step])[0]
-        except Exception as exc:
-            if is_of_all(exc):
-                raise
-            log.exception("slot %d: the drafter failed", step.slot)
-            return exc
+        failures = [self.failure(part.slot) for part in parts]
+        sound = [part for part, failure in zip(parts, failures, strict=True) if failure is None]
+        done = iter(together(sound, self.runner.step))
+        return [failure or next(done) for failure in failures]
 
     def _perform(self, actions: list[Action], arrived_at: float) -> None:
         for action in actions:

@@ -6,9 +6,9 @@ A session's life:
     drafting   its tree is grown as the growth policy says, past everything in flight
     (released) forgotten; whatever still arrives for it is stale
 
-One step of the model is in work at a time. Acceptances that come meanwhile are applied to the tree at once; the
-step's children are dropped if their parent has died. What the cache must then forget is told to the runner with the
-next step, as a rewind in place.
+One step of the model is in work at a time; it serves all sessions that want to grow, as far as it has rows, the one
+served longest ago first. Acceptances that come meanwhile are applied to the tree at once; children are dropped
+if their parent has died. What the cache must forget is told to the runner with the next step, as a rewind in place.
 
 The cache rule: before a step, the committed rows of a session's cache are the longest run of committed tokens
 that have been through the model; the step begins by feeding those that are missing, so that no token is skipped
@@ -17,7 +17,6 @@ that have been through the model; the step begins by feeding those that are miss
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from node_draft.session import (
@@ -30,6 +29,7 @@ from node_draft.session import (
     SentFrame,
     Session,
 )
+from speculation.batching import Rota
 from speculation.growth import FlushState, GrowthPolicy
 from speculation.passes import Child, DraftResult, DraftStep, NodeRow
 from speculation.tree import ROOT, Arrival, Tree, score_byte
@@ -51,9 +51,10 @@ class DraftScheduler:
 
     Args:
         growth: the policy of every session.
-        num_slots, max_length, max_rows: of the runner.
-        max_ahead: of the runner.
-        max_prefill: most committed tokens fed in one step, so that one long prompt does not hold up the others.
+        num_slots, max_length, max_rows: of the runner; max_rows is that of a step, all sessions together.
+        max_ahead: of the runner; used while one session has the drafter to itself.
+        max_prefill: most committed tokens fed in one step, of all sessions together, so that one long prompt does not
+            hold up the others.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class DraftScheduler:
         self.sessions: dict[str, Session] = {}
         self.counters = Counters()
         self._free_slots = list(range(num_slots))[::-1]
-        self._turns: OrderedDict[str, None] = OrderedDict()
-        self.running: tuple[str, int] | None = None  # (session, epoch) of the step in work
-        self._running_nodes: tuple[int, ...] = ()
+        self._turns = Rota()
+        self.running: list[tuple[str, int]] = []  # (session, epoch) of each part of the step in work
+        self._running_nodes: list[tuple[int, ...]] = []
 
     def on_message(self, message: Message, now: float) -> list[Action]:
         """Handle whatever the relay delivers; types that are not for a draft node are stale."""
@@ -118,7 +119,7 @@ class DraftScheduler:
                 sampling=prefix.sampling,
             )
             self.sessions[session.id] = session
-            self._turns[session.id] = None
+            self._turns.join(session.id)
             actions.append(OpenSlot(session.slot, session.sampling, session.num_prompt))
         if session.tree is None:
             session.parts[prefix.start] = prefix.tokens
@@ -134,14 +135,10 @@ class DraftScheduler:
         actions: list[Action] = []
         session.wanted = acceptance.wanted
         for timing in acceptance.rounds:
-            session.verify_s = timing.verify_s + timing.overhead_s
-            sent = session.in_flight.pop(timing.frame, None)
+            sent = session.take_answered(timing)
             if sent is not None:
                 answered = FrameAnswered(session.id, sent.started_at, sent.sent_at, sent.draft_s, timing, acceptance)
                 actions.append(answered)
-            # Frames before an answered one were lost, or will be answered out of turn: either way not waited for.
-            for frame in [f for f in session.in_flight if f < timing.frame]:
-                del session.in_flight[frame]
         tree = session.tree
         if acceptance.start > tree.length:
             if session.resync_at != tree.length:
@@ -170,47 +167,59 @@ class DraftScheduler:
         session = self.sessions.pop(session_id, None)
         if session is None:
             return []
-        self._turns.pop(session_id, None)
+        self._turns.leave(session_id)
         self._free_slots.append(session.slot)
         return [CloseSlot(session.slot)]
 
-    def next_step(self, now: float) -> tuple[DraftStep | None, list[Action]]:
-        """The next step for the model, if any session has work and none is running; and frames that are due."""
-        actions: list[Action] = []
-        if self.running is not None:
-            return None, actions
-        for session_id in list(self._turns):
-            session = self.sessions[session_id]
-            if session.tree is None:
-                continue
-            step = self._plan(session)
-            actions += self._flush_if_due(session, now, can_grow=step is not None)
-            if step is not None:
-                self._turns.move_to_end(session_id)
-                if session.started_at is None:
-                    session.started_at = now
-                self.running = (session_id, session.epoch)
-                self._running_nodes = tuple(row.node for row in step.nodes)
-                self.counters.num_steps += 1
-                self.counters.num_rows += len(step.commit) + len(step.nodes)
-                return step, actions
-        return None, actions
+    def next_step(self, now: float) -> tuple[list[DraftStep], list[Action]]:
+        """The next step for the model, in parts that each belong to another session; and frames that are due.
 
-    def on_step_done(self, result: DraftResult | Exception, now: float) -> list[Action]:
-        """Take the children that the step proposed."""
-        if self.running is None:
-            raise ValueError("no step is running")
-        session_id, epoch = self.running
-        self.running = None
-        session = self.sessions.get(session_id)
-        if session is None or session.epoch != epoch or session.tree is None:
-            return []
+        No parts while a step is running or no session has work.
+        """
+        actions: list[Action] = []
+        parts: list[DraftStep] = []
+        if self.running:
+            return parts, actions
+        room, tokens = self.max_rows, self.max_prefill
+        growing = [session for name in self._turns if (session := self.sessions[name]).tree is not None]
+        alone = sum(session.wanted for session in growing) == 1
+        for session in growing:
+            max_commit = min(tokens, room)
+            part = self._plan(session, room=room, max_commit=max_commit, alone=alone) if room > 0 else None
+            # Who is left out for want of room has not stopped growing, and is first in the next step.
+            actions += self._flush_if_due(session, now, can_grow=part is not None or max_commit < 1)
+            if part is not None:
+                session.started_at = now if session.started_at is None else session.started_at
+                parts.append(part)
+                self.running.append((session.id, session.epoch))
+                room -= len(part.commit) + len(part.nodes)
+                tokens -= len(part.commit)
+        self._turns.served([name for name, _ in self.running])
+        self._running_nodes = [tuple(row.node for row in part.nodes) for part in parts]
+        self.counters.num_steps += bool(parts)
+        self.counters.num_rows += self.max_rows - room
+        return parts, actions
+
+    def on_step_done(self, results: Sequence[DraftResult | Exception], now: float) -> list[Action]:
+        """Take the children that the step proposed, for each of its parts."""
+        running, self.running = self.running, []
+        if not running or len(results) != len(running):
+            raise ValueError(f"a step of {len(running)} parts is running, {len(results)} results came")
+        actions: list[Action] = []
+        for (session_id, epoch), nodes, result in zip(running, self._running_nodes, results, strict=True):
+            session = self.sessions.get(session_id)
+            if session is not None and session.epoch == epoch and session.tree is not None:
+                actions += self._on_part_done(session, session.tree, nodes, result, now)
+        return actions
+
+    def _on_part_done(
+        self, session: Session, tree: Tree, nodes: tuple[int, ...], result: DraftResult | Exception, now: float
+    ) -> list[Action]:
         if isinstance(result, Exception):
-            refusal = Error(session=session_id, code="draft_failed", message=f"{type(result).__name__}: {result}")
-            return [*self.on_release(session_id), Send(refusal)]
+            refusal = Error(session=session.id, code="draft_failed", message=f"{type(result).__name__}: {result}")
+            return [*self.on_release(session.id), Send(refusal)]
         session.draft_s += result.compute_s
-        tree = session.tree
-        session.cached.update(n for n in self._running_nodes if n in tree.nodes or n in session.accepted)
+        session.cached.update(n for n in nodes if n in tree.nodes or n in session.accepted)
         first_node = session.next_node
         whole = True
         for parent, children in result.children.items():
@@ -246,12 +255,6 @@ class DraftScheduler:
         self.counters.num_nodes += len(live)
         self.counters.num_wasted += len(kept) - len(live)
 
-    def tip_position(self, session_id: str) -> int:
-        """Position that the session's deepest path proposes next; for traces."""
-        tree = self.sessions[session_id].tree
-        assert tree is not None
-        return max((node.position for node in tree.nodes.values()), default=tree.length - 1) + 1
-
     def _refusal(self, prefix: Prefix) -> str:
         if not self._free_slots:
             return f"all {len(self.sessions)} slots of the draft node are taken"
@@ -273,8 +276,14 @@ class DraftScheduler:
         session.tree = Tree(tokens)
         return []
 
-    def _plan(self, session: Session) -> DraftStep | None:
-        """The session's next step; None when the policy has nothing to grow."""
+    def _plan(self, session: Session, *, room: int, max_commit: int, alone: bool) -> DraftStep | None:
+        """The session's part of the next step; None when the policy has nothing to grow, or there is no room for it.
+
+        Args:
+            room: rows that are left of the step.
+            max_commit: most committed tokens to feed.
+            alone: whether the session has the drafter to itself.
+        """
         tree = session.tree
         assert tree is not None
         if not session.wanted or len(session.in_flight) >= self.max_in_flight:
@@ -282,10 +291,12 @@ class DraftScheduler:
         # A node that has been run hangs on one that has, so these follow the cached tokens without a gap.
         kept = [node for node in session.accepted if node in session.cached]
         num_cached = session.num_cached + len(kept)
-        commit = tuple(tree.committed[num_cached : num_cached + self.max_prefill])
+        commit = tuple(tree.committed[num_cached : num_cached + max_commit])
         complete = num_cached + len(commit) == tree.length
+        if not (complete or commit):
+            return None
         num_live = sum(node in tree.nodes for node in session.cached)
-        room = self.max_rows - max(len(commit), num_live) if complete else 0
+        room = max(0, min(room - len(commit), self.max_rows - num_live)) if complete else 0
         expansion = self.growth.expand(tree, session.frontier, root_is_new=bool(commit), limit=session.limit, room=room)
         if expansion is None:
             return None
@@ -299,7 +310,7 @@ class DraftScheduler:
         if not (commit or rows):
             return None
         num_ahead = 0
-        if len(rows) + expand_root == 1:
+        if alone and len(rows) + expand_root == 1:
             num_ahead = max(0, min(expansion.num_ahead, self.max_ahead, room - len(rows)))
         session.cached = {node for node in session.cached if node in tree.nodes}
         keep = frozenset(session.cached)

@@ -112,3 +112,20 @@ class Session:
     resync_at: int = -1
     started_at: float | None = None
     draft_s: float = 0.0
+
+    @property
+    def tip_position(self) -> int:
+        """Position that the deepest path proposes next; for traces. The prefix is there."""
+        assert self.tree is not None
+        return max((node.position for node in self.tree.nodes.values()), default=self.tree.length - 1) + 1
+
+    def take_answered(self, timing: RoundTiming) -> SentFrame | None:
+        """The frame that has been answered, if it was in flight; the ones before it are not waited for any more.
+
+        They were lost, or will be answered out of turn.
+        """
+        self.verify_s = timing.verify_s + timing.overhead_s
+        sent = self.in_flight.pop(timing.frame, None)
+        for frame in [frame for frame in self.in_flight if frame < timing.frame]:
+            del self.in_flight[frame]
+        return sent

@@ -79,6 +79,7 @@ async def serve(config: VerifyConfig) -> int:
             patience_s=config.patience_s,
             num_slots=target.num_slots,
             max_rows=target.max_rows,
+            max_waiting=config.max_waiting,
             vocab_size=identity.vocab_size,
             local=config.local,
             costs=costs if config.priced else None,

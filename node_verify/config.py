@@ -16,6 +16,7 @@ class VerifyConfig(NodeConfig):
     """What `python -m node_verify` was told; units are in the names."""
 
     max_rows: int
+    max_waiting: int
     patience_s: float
     device_map: str
     local: tuple[bool, bool]
@@ -40,8 +41,13 @@ class VerifyConfig(NodeConfig):
             help="auto: bfloat16 on a GPU, float32 on a CPU",
         )  # fmt: skip
         args.add_argument(
-            "--max-rows", type=whole(1, 256), default=32, help="most rows of a verify pass, the pending token included"
-        )
+            "--max-rows", type=whole(1, 256), default=32,
+            help="most rows of a verify pass, of all sessions together, their pending tokens included",
+        )  # fmt: skip
+        args.add_argument(
+            "--max-waiting", type=whole(0, 65_536), default=64,
+            help="sessions that may wait in line for a slot; more are refused",
+        )  # fmt: skip
         args.add_argument(
             "--patience-ms", type=whole(0, 60_000), default=0,
             help="wait so long for candidates before decoding plainly; 0: never idle (the default)",
@@ -77,7 +83,8 @@ class VerifyConfig(NodeConfig):
         )  # fmt: skip
         given = args.parse_args(argv)
         return cls(
-            max_rows=given.max_rows, patience_s=given.patience_ms / 1e3, device_map=given.device_map, local=given.local,
-            gated=given.switch_off == "auto", calibrate=given.scores == "calibrated",
+            max_rows=given.max_rows, max_waiting=given.max_waiting, patience_s=given.patience_ms / 1e3,
+            device_map=given.device_map, local=given.local, gated=given.switch_off == "auto",
+            calibrate=given.scores == "calibrated",
             priced=given.row_costs == "measured", replay=given.replay, pace=given.pace, **node_values(args, given),
         )  # fmt: skip

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from engine.errors import is_of_all
 from engine.executor import ModelExecutor
 from engine.runner import TargetRunner
+from engine.slots import one_by_one, together
 from node_verify.requests import Request, RequestRefused, check_ids, make_request
 from node_verify.scheduler import VerifyScheduler
 from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work, work_slot
@@ -113,15 +114,15 @@ class VerifyNode(NodeShell):
     async def feed_model(self) -> None:
         """Give the model work as long as there is any; raises `EngineDead` if its thread dies."""
         while True:
-            work = self.scheduler.next_work(self.now())
+            works = self.scheduler.next_work(self.now())
             calls = self.take_slot_calls()
-            if work is not None:
-                result = await self.executor.run(self._run, calls, work)
+            if works:
+                results = await self.executor.run(self._run, calls, works)
                 now = self.now()
                 hop_rtt_s = (self.link.rtt_s or 0.0) if self.link else 0.0
                 if self.trace.enabled:
-                    self._trace_pass(work, result, now)
-                self._perform(self.scheduler.on_work_done(result, now, hop_rtt_s))
+                    self._trace_pass(works, results, now)
+                self._perform(self.scheduler.on_work_done(results, now, hop_rtt_s))
                 continue
             if calls:
                 await self.executor.run(self.call_all, calls)
@@ -150,22 +151,19 @@ class VerifyNode(NodeShell):
             ),
         ]
 
-    def _run(self, calls: list[SlotCall], work: Work) -> VerifyResult | Exception | None:
+    def _run(self, calls: list[SlotCall], works: Sequence[Work]) -> list[VerifyResult | Exception | None]:
         """In the model's thread: open and free slots, then do the work. A failure is its session's, if it can be."""
         self.call_all(calls)
-        failure = self.failure(work_slot(work))
-        if failure is not None:
-            return failure
-        try:
-            if isinstance(work, Prefill):
-                self.runner.prefill(work.slot, work.start, work.end)
-                return None
-            return self.runner.verify([work.request])[0]
-        except Exception as exc:
-            if is_of_all(exc):
-                raise
-            log.exception("session %s: the target failed", work.session)
-            return exc
+        failures = [self.failure(work_slot(work)) for work in works]
+        sound = [work for work, failure in zip(works, failures, strict=True) if failure is None]
+        done: list[VerifyResult | Exception | None] = []
+        done += one_by_one([work for work in sound if isinstance(work, Prefill)], self._prefill)
+        done += together([work.request for work in sound if isinstance(work, Verify)], self.runner.verify)
+        rest = iter(done)
+        return [failure or next(rest) for failure in failures]
+
+    def _prefill(self, chunk: Prefill) -> None:
+        self.runner.prefill(chunk.slot, chunk.start, chunk.end)
 
     async def _open(self, message: OpenSession) -> None:
         """Tokenize off the loop, then tell the scheduler."""
@@ -238,10 +236,16 @@ class VerifyNode(NodeShell):
                     self.trace.write("session_ended", self.now(), session=session, reason=reason, report=report)
         self.settle(len(self.scheduler.sessions))
 
-    def _trace_pass(self, work: Work, result: VerifyResult | Exception | None, now: float) -> None:
-        if isinstance(work, Verify) and isinstance(result, VerifyResult):
-            self.trace.write(
-                "verify", now, session=work.session, start=work.request.start, num_rows=len(work.request.tokens),
-                num_tokens=len(result.tokens), num_accepted=len(result.rows), compute_s=result.compute_s,
-                overhead_s=result.overhead_s, began=self.scheduler.running_since,
-            )  # fmt: skip
+    def _trace_pass(
+        self, works: Sequence[Work], results: Sequence[VerifyResult | Exception | None], now: float
+    ) -> None:
+        """A record for each session of the pass; `pass_rows` are those of all of them."""
+        pass_rows = sum(len(work.request.tokens) for work in works if isinstance(work, Verify))
+        for work, result in zip(works, results, strict=True):
+            if isinstance(work, Verify) and isinstance(result, VerifyResult):
+                self.trace.write(
+                    "verify", now, session=work.session, start=work.request.start, num_rows=len(work.request.tokens),
+                    num_tokens=len(result.tokens), num_accepted=len(result.rows), compute_s=result.compute_s,
+                    overhead_s=result.overhead_s, began=self.scheduler.running_since, pass_rows=pass_rows,
+                    pass_sessions=len(works),
+                )  # fmt: skip

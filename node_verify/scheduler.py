@@ -8,6 +8,9 @@ A session's life:
     RUNNING    pass after pass: the pending token and the best live candidates; at least one token commits
     (ended)    forgotten; whatever still arrives for it is stale
 
+One piece of work serves many sessions: a pass all that are ready for one, as far as there are rows, a piece of prefill
+as many prompts as a chunk has room for. Whose turn it is, is decided in `speculation/batching.py`.
+
 Every pass commits what the target itself decides, so no message, and no lack of one, can change the text. With
 `patience_s` = 0 the node never waits: where there are no candidates it decodes plainly.
 
@@ -17,9 +20,11 @@ row 0 of the next pass.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 from node_verify.drafting import acceptance, missing_acceptance, prefix_parts, take_candidates
+from node_verify.line import WaitingLine
+from node_verify.planning import lacks_candidates, plan_pass, plan_prefill
 from node_verify.requests import Request
 from node_verify.session import (
     Action,
@@ -35,12 +40,13 @@ from node_verify.session import (
     work_slot,
 )
 from node_verify.text import AnswerText, ended_by
+from speculation.batching import Turns
 from speculation.costs import PassCosts
 from speculation.gate import Gate
 from speculation.local import NUM_TOPS, LocalDrafter, Recycled
-from speculation.passes import VerifyPass, VerifyResult
+from speculation.passes import VerifyResult
 from speculation.rates import score_key, score_rates
-from speculation.selection import Estimates, Pick, SelectionPolicy
+from speculation.selection import Estimates, SelectionPolicy
 from speculation.tree import Tree
 from wire.messages import (
     Cancel,
@@ -52,6 +58,7 @@ from wire.messages import (
     PeerGone,
     Resync,
     TextDelta,
+    Waiting,
 )
 
 
@@ -59,12 +66,13 @@ class VerifyScheduler:
     """Decides for all sessions of one verify node.
 
     Args:
-        selection: fills the rows of a pass.
-        patience_s: how long a paired session without candidates waits before it decodes plainly; 0 to never wait.
-        num_slots, max_rows: of the runner.
+        selection: ranks what a session could have scored.
+        patience_s: how long a paired session without candidates waits before it decodes plainly; 0 to never wait. With
+            patience, sessions take turns with all their candidates where not all fit in a pass.
+        num_slots, max_rows: of the runner; max_rows is that of a pass, all sessions together.
         max_waiting: sessions that may wait for a slot; more are refused.
         vocab_size: ids at or above it are malformed in candidates.
-        prefill_chunk: most prompt tokens of one prefill call.
+        prefill_chunk: most prompt tokens of one piece of prefill, all sessions together.
         local: what the drafter beside the target does, (recycle, match suffixes).
         costs: of a pass by rows, to choose how many pay; None to fill every pass.
         calibrate: rate candidates by how often their kind was right, not by the drafter's word.
@@ -90,7 +98,6 @@ class VerifyScheduler:
         self.patience_s = patience_s
         self.max_rows = max_rows
         self.vocab_size = vocab_size
-        self.max_waiting = max_waiting
         self.prefill_chunk = prefill_chunk
         self.costs = costs
         self.calibrate = calibrate
@@ -99,19 +106,19 @@ class VerifyScheduler:
         self.local = local
         self.sessions: dict[str, Session] = {}
         self.num_stale_messages = 0
-        self._free_slots = list(range(num_slots))[::-1]
-        self._waiting: deque[str] = deque()
-        self._turns: OrderedDict[str, None] = OrderedDict()
-        self._running: Work | None = None
+        self._line = WaitingLine(num_slots, max_waiting)
+        self._turns = Turns(prefill_chunk)
+        self._running: Sequence[Work] = ()
         self.running_since = 0.0
 
     def on_opening(self, session_id: str, now: float) -> list[Action]:
         """A request has arrived and is being tokenized; pairing and cancelling may come before it is ready."""
         if session_id in self.sessions:
             return [Send(Error(session=session_id, code="bad_session", message=f"session {session_id} exists already"))]
-        if len(self._waiting) >= self.max_waiting:
-            message = f"{len(self._waiting)} sessions wait for a slot already, the limit is {self.max_waiting}"
-            return [Send(Error(session=session_id, code="overloaded", message=message))]
+        refusal = self._line.refusal()
+        if refusal:
+            return [Send(Error(session=session_id, code="overloaded", message=refusal))]
+        self._line.expect(session_id)
         self.sessions[session_id] = Session(id=session_id, opened_at=now)
         return []
 
@@ -129,7 +136,7 @@ class VerifyScheduler:
             # All of it was committed elsewhere; what is missing is the word that it is over.
             return self._end(session, reason, now)
         session.estimates = self._estimates(request)
-        self._waiting.append(session_id)
+        self._line.join(session_id)
         return [*prefix_parts(session), *self._admit(now)]
 
     def on_refused(self, session_id: str, code: str, message: str) -> list[Action]:
@@ -161,31 +168,44 @@ class VerifyScheduler:
         self.num_stale_messages += 1
         return []
 
-    def next_work(self, now: float) -> Work | None:
-        """What the model should run now; None while it is busy or nothing is ready (then see `next_timer`)."""
-        if self._running is not None:
-            return None
-        for session_id in self._turns:
-            work = self._plan(self.sessions[session_id], now)
-            if work is not None:
-                self._turns.move_to_end(session_id)
-                self._running = work
-                self.running_since = now
-                return work
-        return None
+    def next_work(self, now: float) -> Sequence[Work]:
+        """What the model should run now: a piece of prefill or a pass, in parts that each belong to another session.
+
+        Nothing while it is busy or no session is ready (then see `next_timer`).
+        """
+        if self._running:
+            return ()
+        pass_first = self._turns.pass_is_next
+        work: Sequence[Work] = self._next_pass(now) if pass_first else self._next_prefill()
+        self._running = work or (self._next_prefill() if pass_first else self._next_pass(now))
+        self.running_since = now
+        return self._running
 
     def next_timer(self) -> float | None:
         """When `next_work` should be asked again although nothing has happened."""
-        if self._running is not None or self.patience_s <= 0:
+        if self._running or self.patience_s <= 0:
             return None
         waiting = [s.idle_since for s in self.sessions.values() if s.state is State.RUNNING]
         return min(waiting) + self.patience_s if waiting else None
 
-    def on_work_done(self, result: VerifyResult | Exception | None, now: float, hop_rtt_s: float = 0.0) -> list[Action]:
-        """Take the result of what `next_work` gave out (None for a prefill)."""
-        work, self._running = self._running, None
-        if work is None:
-            raise ValueError("no work is running")
+    def on_work_done(
+        self, results: Sequence[VerifyResult | Exception | None], now: float, hop_rtt_s: float = 0.0
+    ) -> list[Action]:
+        """Take the results of what `next_work` gave out, one for each part (None for a prefill)."""
+        works, self._running = self._running, ()
+        if not works or len(results) != len(works):
+            raise ValueError(f"{len(works)} parts of work are running, {len(results)} results came")
+        if self.costs is not None and any(isinstance(result, VerifyResult) for result in results):
+            num_rows = sum(len(work.request.tokens) for work in works if isinstance(work, Verify))
+            self.costs.observe(num_rows, now - self.running_since)
+        actions: list[Action] = []
+        for work, result in zip(works, results, strict=True):
+            actions += self._on_part_done(work, result, now, hop_rtt_s)
+        return actions
+
+    def _on_part_done(
+        self, work: Work, result: VerifyResult | Exception | None, now: float, hop_rtt_s: float
+    ) -> list[Action]:
         session = self.sessions.get(work.session)
         if session is None or session.slot != work_slot(work):
             return []
@@ -198,6 +218,27 @@ class VerifyScheduler:
         if result is None:
             raise ValueError("a verify pass has a result")
         return self._commit(session, work, result, now, hop_rtt_s)
+
+    def _next_prefill(self) -> list[Prefill]:
+        chunks = plan_prefill(self._turns, self.sessions)
+        if chunks:
+            self._turns.on_prefill(chunk.session for chunk in chunks)
+        return chunks
+
+    def _next_pass(self, now: float) -> list[Verify]:
+        running = [self.sessions[name] for name in self._turns.running]
+        ready = [each for each in running if now >= each.idle_since + self.patience_s or not self._is_waited_for(each)]
+        parts = plan_pass(
+            ready, self.selection, max_rows=self.max_rows, costs=self.costs, whole=self.patience_s > 0,
+            num_tops=NUM_TOPS if self.local[0] else 0,
+        )  # fmt: skip
+        if parts:
+            self._turns.on_pass(part.session for part in parts)
+        return parts
+
+    def _is_waited_for(self, session: Session) -> bool:
+        """Whether candidates are on their way that a session with patience would wait for."""
+        return lacks_candidates(session) and self._wanted(session)
 
     def _on_paired(self, session: Session, message: Paired, now: float) -> list[Action]:
         if message.epoch <= session.epoch:
@@ -218,59 +259,29 @@ class VerifyScheduler:
         return [*prefix_parts(session)]
 
     def _admit(self, now: float) -> list[Action]:
-        """Give free slots to waiting sessions, first come first served."""
+        """Give free slots to waiting sessions, first come first served, and tell the others where they stand."""
         actions: list[Action] = []
-        while self._waiting and self._free_slots:
-            session = self.sessions[self._waiting.popleft()]
+        for session_id, slot in self._line.admit():
+            session = self.sessions[session_id]
             request = session.request
             assert request is not None
-            session.slot = self._free_slots.pop()
+            session.slot = slot
             session.started_at = now
-            self._turns[session.id] = None
             actions.append(
                 OpenSlot(session.slot, request.sampling, request.known_ids, len(request.prompt_ids), request.stop_ids)
             )
             self._settle_prefill(session, now)
-        return actions
+        return actions + [Send(Waiting(session=name, place=place)) for name, place in self._line.news()]
 
     def _settle_prefill(self, session: Session, now: float) -> None:
-        assert session.request is not None
-        if session.num_prefilled >= len(session.request.known_ids) - 1:
-            session.state = State.RUNNING
-            session.idle_since = now
-        else:
+        if session.num_to_prefill > 0:
             session.state = State.PREFILL
-
-    def _plan(self, session: Session, now: float) -> Work | None:
-        request, tree = session.request, session.tree
-        assert request is not None
-        assert tree is not None
-        if session.state is State.PREFILL:
-            start = session.num_prefilled
-            end = min(start + self.prefill_chunk, len(request.known_ids) - 1)
-            return Prefill(session.id, session.slot, start, end)
-        remaining = request.limit - tree.length
-        picks: list[Pick] = []
-        if request.speculate and remaining > 1:
-            # The last position needs no candidate: the target decides it in the same pass as the one before.
-            picks = self.selection.select(
-                tree, session.estimates, max_candidates=self.max_rows - 1, max_depth=remaining - 1
-            )
-            waits = session.drafting and not tree.nodes and self._wanted(session)
-            if waits and now < session.idle_since + self.patience_s:
-                return None
-        request_pass = VerifyPass(
-            slot=session.slot,
-            start=tree.length,
-            tokens=(tree.committed[-1], *(pick.token for pick in picks)),
-            parents=(-1, *(pick.parent + 1 for pick in picks)),
-            max_tokens=remaining,
-            num_logprobs=request.num_logprobs,
-            num_tops=NUM_TOPS if request.speculate and self.local[0] else 0,
-        )
-        sources = tuple(pick.source for pick in picks)
-        depth = max((pick.depth for pick in picks), default=0)
-        return Verify(session.id, request_pass, sources, depth)
+            self._turns.reading.join(session.id)
+            return
+        session.state = State.RUNNING
+        session.idle_since = now
+        self._turns.reading.leave(session.id)
+        self._turns.running.join(session.id)
 
     def _estimates(self, request: Request) -> Estimates:
         recycle, suffix = self.local
@@ -283,22 +294,18 @@ class VerifyScheduler:
         gate = self.gates.get(session.draft)
         return gate is None or gate.wanted
 
-    def _learn(
-        self, session: Session, work: Verify, sources: list[str], judged: tuple[tuple[float, bool], ...], now: float
-    ) -> None:
-        """Take from a finished pass what it says about candidates, costs and the far drafter."""
+    def _learn(self, session: Session, sources: list[str], judged: tuple[tuple[float, bool], ...], now: float) -> None:
+        """Take from a finished pass what it says about candidates and the far drafter."""
         rates = session.estimates.far
         if rates is not None:
             for logprob, hit in judged:
                 rates.observe(score_key(logprob), hit)
-        pass_s = now - self.running_since
-        if self.costs is not None:
-            self.costs.observe(len(work.request.tokens), pass_s)
         gate = self.gates.get(session.draft)
         if gate is not None and session.drafting:
             gate.on_pass(
-                num_tokens=len(sources), num_far=sources.count("draft"), seconds=pass_s, candidates=bool(session.frames)
-            )
+                num_tokens=len(sources), num_far=sources.count("draft"), seconds=now - self.running_since,
+                candidates=bool(session.frames),
+            )  # fmt: skip
 
     def _commit(
         self, session: Session, work: Verify, result: VerifyResult, now: float, hop_rtt_s: float
@@ -316,7 +323,7 @@ class VerifyScheduler:
         judged = tree.commit(tokens).judged
         if session.estimates.local is not None:
             session.estimates.local.commit(tokens, result.tops)
-        self._learn(session, work, sources, judged, now)
+        self._learn(session, sources, judged, now)
         stopped = push.stopped or tokens[-1] in request.stop_ids
         finished = stopped or tree.length >= request.limit
         session.compute_s += result.compute_s
@@ -385,10 +392,9 @@ class VerifyScheduler:
 
     def _forget(self, session: Session, now: float) -> list[Action]:
         del self.sessions[session.id]
-        self._turns.pop(session.id, None)
-        if session.id in self._waiting:
-            self._waiting.remove(session.id)
+        self._turns.leave(session.id)
+        self._line.leave(session.id)
         if session.slot < 0:
-            return []
-        self._free_slots.append(session.slot)
+            return self._admit(now)
+        self._line.free(session.slot)
         return [CloseSlot(session.slot), *self._admit(now)]

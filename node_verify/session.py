@@ -66,7 +66,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Run one pass.
+    """What a pass does for one session.
 
     Attributes:
         sources: where the candidates of rows 1, 2, ... came from.
@@ -163,6 +163,12 @@ class Session:
     overhead_s: float = 0.0
     started_at: float = 0.0
     first_token_at: float | None = None
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Prompt tokens that the target has not read; the last one is row 0 of the first pass."""
+        assert self.request is not None
+        return len(self.request.known_ids) - 1 - self.num_prefilled
 
     def report(self, now: float) -> dict[str, float]:
         """For `Done.report`: statistics, a mean round, and where the time of the answer went at this node."""

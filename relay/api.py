@@ -37,7 +37,7 @@ from relay.api_models import (
 from relay.api_page import StatusPage
 from relay.api_sessions import Answer, Exchange, LocalClient
 from relay.api_status import StatusBoard
-from relay.api_stream import COMMENT, END, SILENCE_S, STREAM_IS_OPEN, event, open_stream
+from relay.api_stream import END, SILENCE_S, STREAM_IS_OPEN, comment, event, open_stream
 from relay.credentials import Credential
 from relay.errors import RequestFailed
 from relay.server import RelayServer
@@ -173,7 +173,7 @@ class Gateway:
                     break
                 item = await exchange.next(SILENCE_S)
                 if item is None:
-                    await response.write(COMMENT)
+                    await response.write(comment(exchange.places.values()))
         except WireError as exc:
             await response.write(event(from_wire(exc, prompt_field="prompt").body()))
         else:

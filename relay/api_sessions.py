@@ -26,6 +26,7 @@ from wire.messages import (
     TextDelta,
     Tokenize,
     Tokenized,
+    Waiting,
 )
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,8 @@ class Exchange:
         self._running: dict[str, int] = {}
         self._overflowed = False
         self.pairings = [Pairing() for _ in requests]
+        self.places: dict[int, int] = {}
+        """Of the sessions that wait for the target: their places in line, 1 being the next to go."""
         self.opened_at = 0.0
         self.model = ""
         self.on_overflow: Callable[[], None] = lambda: None
@@ -195,7 +198,10 @@ class Exchange:
         if index is None or self._overflowed:
             return
         match message:
+            case Waiting():
+                self.places[index] = message.place
             case TextDelta():
+                self.places.pop(index, None)
                 if self.pairings[index].epoch == 0:
                     self.pairings[index] = self._client.pairing(session_id)
                 self._queued_bytes += num_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -15,8 +16,13 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 STREAM_IS_OPEN = web.RequestKey("stream_is_open", bool)
-COMMENT = b": still here\n\n"
 END = b"data: [DONE]\n\n"
+
+
+def comment(places: Iterable[int]) -> bytes:
+    """What is said while nothing happens; `places` in line are of answers that wait for the target."""
+    shown = ", ".join(map(str, sorted(places)))
+    return f": place {shown} in line\n\n".encode() if shown else b": still here\n\n"
 
 
 def event(data: Any) -> bytes:

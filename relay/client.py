@@ -19,7 +19,7 @@ import logging
 import random
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 
 from relay.errors import RequestFailed
@@ -40,6 +40,7 @@ from wire.messages import (
     OpenSession,
     Serving,
     TextDelta,
+    Waiting,
 )
 from wire.sampling import Sampling
 
@@ -136,12 +137,15 @@ class StreamClient:
         speculate: bool = True,
         ignore_eos: bool = False,
         session: str | None = None,
+        on_waiting: Callable[[int], None] | None = None,
     ) -> AsyncIterator[Event]:
         """Send a request; yields `Delta`s and, last, one `Finished`. Give one of messages, prompt and prompt_ids.
 
         Args:
             messages: (role, content) turns.
             session: a name of the caller's for `cancel`, unique among all clients of the relay; one is made up.
+            on_waiting: told the place of the request in the line of those that wait for the target, 1 being the next,
+                whenever that changes; not at all where it is served at once.
 
         Raises:
             FrameTooLarge, ProtocolError: the request is not one that can be sent; nothing was.
@@ -164,7 +168,7 @@ class StreamClient:
         )
         frame = encode(request)
         loop = asyncio.get_running_loop()
-        stream = Stream(request.session, request, loop.time())
+        stream = Stream(request.session, request, loop.time(), on_waiting=on_waiting)
         while self._link is None:
             if self._lost is not None or self._runner is None:
                 raise LinkLost(str(self._lost or "the client is not connected")) from self._lost
@@ -298,6 +302,9 @@ class StreamClient:
                 stream.take(message, now)
             case Done():
                 stream.deliver(message)
+            case Waiting():
+                if stream.on_waiting is not None:
+                    stream.on_waiting(message.place)
             case Serving():
                 stream.target = message.target
                 stream.lost_at = None

@@ -80,6 +80,11 @@ def summary(finished: Finished) -> str:
     return ", ".join(parts)
 
 
+def told_place(place: int) -> None:
+    """Say where in the line the question is."""
+    print(f"all slots of the target are taken; place {place} in line", file=sys.stderr, flush=True)
+
+
 async def answer(config: ClientConfig, turns: Turns | None, text: str, display: Display) -> tuple[str, Finished]:
     """Stream one answer to the display; its text and closing record.
 
@@ -103,6 +108,7 @@ async def answer(config: ClientConfig, turns: Turns | None, text: str, display: 
                 speculate=not config.target_only,
                 ignore_eos=config.ignore_eos,
                 session=session,
+                on_waiting=told_place,
             ):
                 display.show(event)
                 if isinstance(event, Finished):

@@ -10,6 +10,7 @@ session as opaque bytes; only what is rare (OpenSession, Resume, Cancel, Error, 
     client   Tokenize               a verify node               a session of its own, without a draft node
     client   Cancel                 the session's verify node   the session ends with the Done that answers it
     verify   TextDelta              the session's client        it is kept
+    verify   Waiting                the session's client
     verify   Done, Tokenized, Error the session's client        the session ends
     verify   Error "malformed"      the session's draft node    it is not listened to again; another is paired
     verify   Error "draining"       -                           another verify node takes the session
@@ -313,6 +314,10 @@ class Router(Books):
             return [Forward(session.client, frame)]
         return self._abandon(session, "its answer is not kept any more", now) if session.kept is None else []
 
+    def _waiting(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
+        session = self._session_of(verify, session_id)
+        return [Forward(session.client, frame)] if session is not None and session.client is not None else []
+
     def _done(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(verify, session_id)
         if session is None:
@@ -382,6 +387,7 @@ _HANDLERS: dict[tuple[str, str], _Handler] = {
     ("client", "resume"): Router._resume,
     ("client", "cancel"): Router._cancel,
     ("verify", "text_delta"): Router._to_client,
+    ("verify", "waiting"): Router._waiting,
     ("verify", "done"): Router._done,
     ("verify", "tokenized"): Router._done,
     ("verify", "error"): Router._verify_error,

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import uuid
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from relay.errors import RequestFailed
@@ -62,6 +63,7 @@ class Stream:
         target: fingerprint of the model that answers, once the relay has told it.
         events: what the caller has not read yet; bounded.
         tokens: all that have arrived.
+        on_waiting: told the request's place in a verify node's line.
         lost_at: since when it has been without an answerer; None while all is well.
     """
 
@@ -71,6 +73,7 @@ class Stream:
     target: str = ""
     events: asyncio.Queue[Delta | Done | WireError] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED_EVENTS))
     tokens: array[int] = field(default_factory=lambda: array("i"))
+    on_waiting: Callable[[int], None] | None = None
     cancelled: bool = False
     lost_at: float | None = None
     num_chunks: int = 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.lean import LeanForward
+from engine.lean import LeanForward, Part
 
 TOP_LOGITS = 16
 CANDIDATES = 32
@@ -124,9 +124,11 @@ class BatchWriter(LeanForward):
         if n > 0:  # a prompt that is the prefix alone has its last token decoded again
             self(
                 torch.tensor(tokens[first:]), torch.arange(first, length),
-                torch.ones(n, length, dtype=torch.bool).tril(first),
-                [keys[slot].transpose(1, 2) for keys in self._keys], [values[slot] for values in self._values],
-                num_logits=1,
+                [Part(
+                    torch.ones(n, length, dtype=torch.bool).tril(first),
+                    [keys[slot].transpose(1, 2) for keys in self._keys], [values[slot] for values in self._values],
+                    num_logits=1,
+                )],
             )  # fmt: skip
 
     def _move(self, source: int, slot: int) -> None:

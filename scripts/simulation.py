@@ -36,8 +36,11 @@ from wire.messages import (
     OpenSession,
     TextDelta,
     TokenLogprob,
+    Waiting,
 )
 
+SETTLE_S = 1e-6
+"""Given to frames that take no time, before a device that both models share is given its next work."""
 Fault = Callable[[str, Message], Sequence[float]]
 """Given the leg ("draft>relay", "relay>verify", ...) and a message: the extra delays of its copies, none if lost."""
 
@@ -73,7 +76,7 @@ class Times:
 
 @dataclass
 class Busy:
-    """One stretch of work of a model: `kind` is "verify", "draft" or "prefill"."""
+    """One stretch of work of a model for one session, which others may share: "verify", "draft" or "prefill"."""
 
     kind: str
     session: str
@@ -95,6 +98,7 @@ class Answer:
     error: str | None = None
     opened_at: float = 0.0
     token_times: list[float] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     done: Done | None = None
 
     @property
@@ -114,7 +118,11 @@ class ByteStream:
 
 
 class Simulation:
-    """One relay, one verify node, one draft node (or none) and any number of clients, under a virtual clock."""
+    """One relay, one verify node, one draft node (or none) and any number of clients, under a virtual clock.
+
+    Args:
+        shared_device: both models run on one device, one after the other; for round trips of 0.
+    """
 
     def __init__(
         self,
@@ -131,6 +139,7 @@ class Simulation:
         costs: PassCosts | None = None,
         gated: bool = True,
         fault: Fault = no_fault,
+        shared_device: bool = False,
     ) -> None:
         self.now = 0.0
         self.times = times
@@ -161,6 +170,8 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._verify_timer: float | None = None
+        self.shared_device = shared_device and drafter is not None
+        self._device_until = 0.0
         for role in ("verify", "draft", "client"):
             if role != "draft" or drafter is not None:
                 self._join(role)
@@ -189,7 +200,9 @@ class Simulation:
 
     def busy_share(self, kind: str, start_s: float, end_s: float) -> float:
         """Share of the time from start_s to end_s that the model of `kind` was at work."""
-        total = sum(max(0.0, min(b.end_s, end_s) - max(b.start_s, start_s)) for b in self.busy if b.kind == kind)
+        # What several sessions share was done once.
+        stretches = {(b.start_s, b.end_s) for b in self.busy if b.kind == kind}
+        total = sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in stretches)
         return total / (end_s - start_s)
 
     def _join(self, role: str) -> None:
@@ -245,6 +258,8 @@ class Simulation:
                 answer.text += message.text
                 answer.logprobs += message.logprobs or ()
                 answer.token_times += [self.now] * len(message.tokens)
+            case Waiting():
+                self.answers[message.session].places.append(message.place)
             case Done():
                 self.answers[message.session].finish_reason = message.finish_reason
                 self.answers[message.session].done = message
@@ -265,11 +280,11 @@ class Simulation:
             self._perform_verify(self.verify.on_request(message.session, request, text, self.now))
         else:
             self._perform_verify(self.verify.on_message(message, self.now))
-        self._feed_verify()
+        self._feed_after(self._feed_verify)
 
     def _at_draft(self, message: Message) -> None:
         self._perform_draft(self.draft.on_message(message, self.now))
-        self._feed_draft()
+        self._feed_after(self._feed_draft)
 
     def _perform_verify(self, actions: Sequence[verify.Action]) -> None:
         for action in actions:
@@ -296,50 +311,78 @@ class Simulation:
                     self.rounds.append(action)
 
     def _feed_verify(self) -> None:
-        work = self.verify.next_work(self.now)
-        if work is None:
+        if self._device_is_busy():
+            return
+        works = self.verify.next_work(self.now)
+        if not works:
             timer = self.verify.next_timer()
             if timer is not None and timer != self._verify_timer:
                 self._verify_timer = timer
                 self.at(timer, self._feed_verify)
             return
-        if isinstance(work, verify.Prefill):
-            self.target.prefill(work.slot, work.start, work.end)
-            result: VerifyResult | Exception | None = None
-            cost_s = self.times.prefill_token_s * (work.end - work.start)
-            after_s = 0.0
-            self.busy.append(Busy("prefill", work.session, self.now, self.now + cost_s, work.start))
-        else:
-            result = self.target.verify([work.request])[0]
-            cost_s = self.times.verify_pass_s(len(work.request.tokens))
+        results: list[VerifyResult | Exception | None] = []
+        passes = [work for work in works if isinstance(work, verify.Verify)]
+        chunks = [work for work in works if isinstance(work, verify.Prefill)]
+        for chunk in chunks:
+            self.target.prefill(chunk.slot, chunk.start, chunk.end)
+        results += [None] * len(chunks)
+        cost_s = self.times.prefill_token_s * sum(chunk.end - chunk.start for chunk in chunks)
+        after_s = 0.0
+        if passes:
+            cost_s = self.times.verify_pass_s(sum(len(each.request.tokens) for each in passes))
             after_s = self.times.verify_overhead_s
-            self.busy.append(Busy("verify", work.session, self.now, self.now + cost_s, work.request.start))
-            if isinstance(result, VerifyResult):
-                result = replace(result, compute_s=cost_s)
-        self.at(self.now + cost_s + after_s, lambda: self._verify_done(result))
+            results += [
+                replace(result, compute_s=cost_s) if isinstance(result, VerifyResult) else result
+                for result in self.target.verify([each.request for each in passes])
+            ]
+        end_s = self.now + cost_s
+        self.busy += [Busy("prefill", chunk.session, self.now, end_s, chunk.start) for chunk in chunks]
+        self.busy += [Busy("verify", each.session, self.now, end_s, each.request.start) for each in passes]
+        self._device_until = end_s + after_s
+        self.at(end_s + after_s, lambda: self._verify_done(results))
 
-    def _verify_done(self, result: VerifyResult | Exception | None) -> None:
-        self._perform_verify(self.verify.on_work_done(result, self.now, self.times.rtt_s / 2))
-        self._feed_verify()
+    def _verify_done(self, results: Sequence[VerifyResult | Exception | None]) -> None:
+        self._perform_verify(self.verify.on_work_done(results, self.now, self.times.rtt_s / 2))
+        self._feed_after(self._feed_verify)
 
     def _feed_draft(self) -> None:
-        step, actions = self.draft.next_step(self.now)
-        self._perform_draft(actions)
-        if step is None:
+        if self._device_is_busy():
             return
-        assert self.draft.running is not None
+        parts, actions = self.draft.next_step(self.now)
+        self._perform_draft(actions)
+        if not parts:
+            if self.shared_device:
+                self.at(self.now + SETTLE_S, self._feed_verify)
+            return
         assert self.drafter is not None
-        session, _ = self.draft.running
-        cost_s = self.times.draft_prefill_token_s * max(0, len(step.commit) - 2)
-        if step.nodes or step.expand_root:
-            cost_s += self.times.draft_s + self.times.draft_row_s * max(0, len(step.nodes) - 1)
-        result = self.drafter.step([step])[0]
-        position = self.draft.tip_position(session)
-        self.busy.append(Busy("draft", session, self.now, self.now + cost_s, position))
-        if isinstance(result, DraftResult):
-            result = replace(result, compute_s=cost_s)
-        self.at(self.now + cost_s + self.times.draft_overhead_s, lambda: self._draft_done(result))
+        num_rows = sum(len(part.nodes) + part.expand_root for part in parts)
+        cost_s = self.times.draft_prefill_token_s * sum(max(0, len(part.commit) - 2) for part in parts)
+        if num_rows:
+            cost_s += self.times.draft_s + self.times.draft_row_s * (num_rows - 1)
+        results = [
+            replace(result, compute_s=cost_s) if isinstance(result, DraftResult) else result
+            for result in self.drafter.step(parts)
+        ]
+        end_s = self.now + cost_s
+        self.busy += [
+            Busy("draft", session, self.now, end_s, self.draft.sessions[session].tip_position)
+            for session, _ in self.draft.running
+        ]
+        self._device_until = end_s + self.times.draft_overhead_s
+        self.at(end_s + self.times.draft_overhead_s, lambda: self._draft_done(results))
 
-    def _draft_done(self, result: DraftResult | Exception) -> None:
-        self._perform_draft(self.draft.on_step_done(result, self.now))
-        self._feed_draft()
+    def _draft_done(self, results: Sequence[DraftResult | Exception]) -> None:
+        self._perform_draft(self.draft.on_step_done(results, self.now))
+        self._feed_after(self._feed_draft)
+
+    def _device_is_busy(self) -> bool:
+        """Whether the one device that both models share is at work; where each has its own, its scheduler knows."""
+        return self.shared_device and self.now < self._device_until
+
+    def _feed_after(self, feed: Callable[[], None]) -> None:
+        """Something has happened that a model may go on from. On a shared device drafts come first, and before them all
+        frames that take no time: a server that does both drafts for all its sessions, then verifies for all."""
+        if not self.shared_device:
+            feed()
+            return
+        self.at(self.now + SETTLE_S, self._feed_draft)

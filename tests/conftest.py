@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 from blockbuster import BlockBuster
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# A deadline of hypothesis is a wall clock's: on a busy machine it fails tests that prove nothing by it.
-settings.register_profile("foredraft", deadline=None)
+# Deadlines of hypothesis are a wall clock's: on a busy machine they fail tests that prove nothing by it.
+settings.register_profile("foredraft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("foredraft")
 
 SHELLS = ["wire", "relay", "node_draft", "node_verify", "speculation"]

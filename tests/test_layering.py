@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 # The whole protocol is to be read on one page.
-LONG_ON_PURPOSE = {"wire/messages.py": 640}
+LONG_ON_PURPOSE = {"wire/messages.py": 660}
 
 OURS = {"wire", "speculation", "engine", "node_draft", "node_verify", "relay", "infra"}
 # Import name of everything that is neither ours nor the standard library's: what each package may use besides that.
@@ -35,6 +35,8 @@ PURE_PACKAGES = {"speculation"}
 PURE_MODULES = {
     "node_draft/scheduler.py",
     "node_verify/scheduler.py",
+    "node_verify/line.py",
+    "node_verify/planning.py",
     "relay/router.py",
     "relay/books.py",
     "relay/kept.py",

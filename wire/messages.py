@@ -7,7 +7,7 @@ the relay can route a frame without parsing the rest, and it alone may append `r
     client  -> relay  -> verify   OpenSession, Cancel, Tokenize
     client  -> relay              Resume (the client was away; it has the tokens below a position)
     relay   -> client             Serving (which target answers, and how long the session outlives its client)
-    verify  -> relay  -> client   TextDelta, Done, Error, Tokenized
+    verify  -> relay  -> client   Waiting, TextDelta, Done, Error, Tokenized
     relay   -> verify             Paired (a draft node joined the session), PeerGone (it left)
     verify  -> relay  -> draft    Prefix (the ids to draft from), Acceptance (the newly committed ids)
     draft   -> relay  -> verify   Candidates (tree nodes), Resync (an acceptance is missing)
@@ -285,6 +285,21 @@ class Serving(SessionMessage):
         check_text("serving.model", self.model, MAX_NAME_CHARS)
         check_text("serving.target", self.target, 64, empty=False)
         check_number("serving.keep_s", self.keep_s, 0.0, MAX_DURATION_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(SessionMessage):
+    """Verify node to client: all slots are taken; the session is number `place` of those that wait, 1 the next to go.
+
+    Sent again whenever that changes, and not when the session gets its slot: the answer says so.
+    """
+
+    type: ClassVar[str] = "waiting"
+    place: int
+
+    def __post_init__(self) -> None:
+        check_text("session", self.session, 64, empty=False)
+        check_int("waiting.place", self.place, 1, 65_536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -622,8 +637,7 @@ class Pong(Message):
 MESSAGES: dict[str, type[Message]] = {
     cls.type: cls
     for cls in (
-        Hello, Welcome, OpenSession, Resume, Serving, Cancel, Tokenize, Tokenized, TextDelta, Done, Error, Paired,
-        PeerGone, Release,
-        Prefix, Candidates, Acceptance, Resync, Draining, Ping, Pong,
+        Hello, Welcome, OpenSession, Resume, Serving, Waiting, Cancel, Tokenize, Tokenized, TextDelta, Done, Error,
+        Paired, PeerGone, Release, Prefix, Candidates, Acceptance, Resync, Draining, Ping, Pong,
     )
 }  # fmt: skip

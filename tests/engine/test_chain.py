@@ -231,15 +231,15 @@ class Session:
         while True:
             planned, actions = self.scheduler.next_step(0.0)
             self._send(actions)
-            if planned is None:
+            if not planned:
                 return
-            (result,) = self.drafter.step([planned])
+            (result,) = self.drafter.step(planned)
             assert isinstance(result, DraftResult), result
             self.num_calls += 1
             if late:
                 self.commit(late)
                 late = ()
-            self._send(self.scheduler.on_step_done(result, 0.0))
+            self._send(self.scheduler.on_step_done([result], 0.0))
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         acceptance = Acceptance(session="s", epoch=1, start=self.length, tokens=tokens)

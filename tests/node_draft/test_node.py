@@ -41,7 +41,7 @@ class FailingDrafter(ScriptedDrafter):
         super().open(slot, sampling=sampling, num_prompt=num_prompt)
 
     def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
-        if self.failing == "step" and batch[0].slot in self.cursed:
+        if self.failing == "step" and any(step.slot in self.cursed for step in batch):
             raise self.exc
         return super().step(batch)
 

@@ -33,8 +33,8 @@ def acceptance(start: int, tokens: tuple[int, ...], **fields: Any) -> Acceptance
 
 
 def step(draft: DraftScheduler, now: float = 0.0) -> tuple[DraftStep, list[Any]]:
-    planned, actions = draft.next_step(now)
-    assert planned is not None
+    """The next step, which is to be for one session."""
+    (planned,), actions = draft.next_step(now)
     return planned, list(actions)
 
 
@@ -42,7 +42,7 @@ def answer(draft: DraftScheduler, planned: DraftStep, token: int, now: float = 0
     """Finish a step with one child of each row that was to be expanded."""
     parents = [row.node for row in planned.nodes] or ([ROOT] if planned.expand_root else [])
     children = {parent: (Child(token=token, logprob=-0.5),) for parent in parents}
-    return list(draft.on_step_done(DraftResult(children=children, compute_s=0.001), now))
+    return list(draft.on_step_done([DraftResult(children=children, compute_s=0.001)], now))
 
 
 def candidates(actions: list[Any]) -> list[Candidates]:
@@ -56,7 +56,7 @@ def test_parts_of_a_prefix_may_come_in_any_order_and_twice() -> None:
     draft = scheduler()
     assert draft.on_prefix(parts[2]) == [OpenSlot(0, whole.sampling, 10)]
     draft.on_prefix(parts[0])
-    assert draft.next_step(0.0) == (None, [])
+    assert draft.next_step(0.0) == ([], [])
     draft.on_prefix(parts[0])
     draft.on_prefix(parts[1])
     planned, _ = step(draft)
@@ -96,7 +96,7 @@ def test_frames_name_committed_lengths_and_earlier_nodes() -> None:
         (0, 0, (-3, 0), (10, 11)),
         (1, 2, (1, 2), (12, 13)),
     ]
-    assert draft.next_step(0.0)[0] is None  # four tokens ahead is all that chain:2+2 may be
+    assert not draft.next_step(0.0)[0]  # four tokens ahead is all that chain:2+2 may be
 
 
 def test_a_hit_moves_the_root_and_feeds_only_what_the_cache_lacks() -> None:
@@ -203,35 +203,91 @@ def test_a_failed_step_costs_its_session_the_drafter_and_nobody_else() -> None:
     draft = scheduler()
     draft.on_prefix(prefix())
     draft.on_prefix(prefix(session="other"))
-    step(draft)
-    actions = draft.on_step_done(RuntimeError("out of memory"), 0.0)
+    parts, _ = draft.next_step(0.0)
+    assert [part.commit for part in parts] == [(1, 2, 3), (1, 2, 3)]
+    children = {ROOT: (Child(token=10, logprob=-0.5),)}
+    actions = draft.on_step_done([RuntimeError("out of memory"), DraftResult(children=children)], 0.0)
     assert isinstance(actions[0], CloseSlot)
     assert isinstance(actions[1], Send)
     assert isinstance(actions[1].message, Error)
     assert set(draft.sessions) == {"other"}
-    assert step(draft)[0].commit == (1, 2, 3)
+    assert [row.token for row in step(draft)[0].nodes] == [10]
 
 
-def test_sessions_take_turns() -> None:
-    draft = scheduler("chain:1+6")
-    for name in ("a", "b"):
+def children_of(parts: list[DraftStep], token: int = 10) -> list[DraftResult]:
+    """One child of each row that was to be expanded."""
+    return [
+        DraftResult(
+            children={
+                parent: (Child(token=token, logprob=-0.5),)
+                for parent in ([row.node for row in part.nodes] or ([ROOT] if part.expand_root else []))
+            }
+        )
+        for part in parts
+    ]
+
+
+def test_one_step_serves_all_sessions_that_want_to_grow() -> None:
+    draft = scheduler("chain:1+6", num_slots=3)
+    for name in ("a", "b", "c"):
         draft.on_prefix(prefix(session=name))
+    draft.on_acceptance(acceptance(3, (7,), session="b", wanted=False), 0.0)
+    for _ in range(3):
+        parts, _ = draft.next_step(0.0)
+        assert [part.slot for part in parts] == [0, 2]
+        assert draft.next_step(0.0) == ([], [])  # the model is at it
+        frames = candidates(list(draft.on_step_done(children_of(parts), 0.0)))
+        assert [frame.session for frame in frames] == ["a", "c"]
+
+
+def test_rows_that_are_too_few_for_all_go_round() -> None:
+    draft = scheduler("chain:1+6", num_slots=5, max_rows=7)
+    for number in range(5):
+        draft.on_prefix(prefix(session=str(number)))
     slots = []
-    for _ in range(6):
-        planned, _ = step(draft)
-        slots.append(planned.slot)
-        answer(draft, planned, 10)
-    assert slots == [0, 1] * 3
+    for _ in range(4):
+        parts, _ = draft.next_step(0.0)
+        assert sum(len(part.commit) + len(part.nodes) for part in parts) <= 7
+        slots.append([part.slot for part in parts])
+        draft.on_step_done(children_of(parts), 0.0)
+    # Three tokens of a prefix each: two whole ones and a beginning; who was left out comes first.
+    assert slots[0] == [0, 1, 2]
+    assert slots[1] == [3, 4, 0]
+    assert {slot for step in slots[:2] for slot in step} == {0, 1, 2, 3, 4}
 
 
-def test_a_long_prefix_is_fed_in_chunks_between_other_sessions_steps() -> None:
+def test_a_full_chain_is_sent_although_others_grow_on() -> None:
+    draft = scheduler("chain:3", num_slots=2)
+    draft.on_prefix(prefix(session="short", limit=6))  # positions 3 and 4 are worth a candidate: two tokens, not three
+    draft.on_prefix(prefix(session="long"))
+    frames = []
+    for _ in range(4):
+        parts, actions = draft.next_step(0.0)
+        frames += candidates(list(actions))
+        if parts:
+            frames += candidates(list(draft.on_step_done(children_of(parts), 0.0)))
+    assert [(frame.session, len(frame.tokens)) for frame in frames] == [("short", 2), ("long", 3)]
+
+
+def test_a_long_prefix_is_fed_in_chunks_beside_other_sessions_steps() -> None:
     draft = scheduler(max_length=2000, max_rows=64)
     tokens = tuple(i % 50 for i in range(500))
     draft.on_prefix(prefix(tokens, session="long", limit=900))
     draft.on_prefix(prefix())
     sizes = []
     for _ in range(4):
-        planned, _ = step(draft)
-        sizes.append(len(planned.commit))
-        answer(draft, planned, 10)
-    assert sizes == [64, 3, 64, 0]
+        parts, _ = draft.next_step(0.0)
+        sizes.append({part.slot: len(part.commit) + len(part.nodes) for part in parts})
+        draft.on_step_done(children_of(parts), 0.0)
+    assert sizes == [{0: 64}, {1: 3, 0: 61}, {1: 1, 0: 63}, {1: 1, 0: 63}]
+
+
+def test_a_session_alone_is_drafted_ahead_and_one_among_others_is_not() -> None:
+    draft = scheduler("chain:4+8", max_ahead=7)
+    draft.on_prefix(prefix(session="a"))
+    planned, _ = step(draft)
+    assert planned.num_ahead == 3
+    answer(draft, planned, 10)
+    draft.on_prefix(prefix(session="b"))
+    parts, _ = draft.next_step(0.0)
+    assert [part.num_ahead for part in parts] == [0, 0]

@@ -86,7 +86,8 @@ class FailingTarget(ScriptedTarget):
         super().prefill(slot, start, end)
 
     def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
-        self._fail("verify", batch[0].slot)
+        for request in batch:
+            self._fail("verify", request.slot)
         return super().verify(batch)
 
     def _fail(self, where: str, slot: int) -> None:

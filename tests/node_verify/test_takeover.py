@@ -47,12 +47,11 @@ def serve(committed: Sequence[int], **request: Any) -> tuple[list[int], str, Don
                 case Send(Done() as done):
                     return tokens, text, done, slots
         match verify.next_work(0.0):
-            case Prefill(_, slot, start, end):
+            case [Prefill(_, slot, start, end)]:
                 target.prefill(slot, start, end)
-                waiting = list(verify.on_work_done(None, 0.0))
-            case Verify(_, request_pass):
-                (result,) = target.verify([request_pass])
-                waiting = list(verify.on_work_done(result, 0.0))
+                waiting = list(verify.on_work_done([None], 0.0))
+            case [Verify(_, request_pass)]:
+                waiting = list(verify.on_work_done(target.verify([request_pass]), 0.0))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from wire.messages import (
     Tokenize,
     Tokenized,
     TokenLogprob,
+    Waiting,
     Welcome,
 )
 from wire.sampling import Sampling
@@ -144,6 +145,7 @@ BY_TYPE: dict[type[Message], st.SearchStrategy[Any]] = {
     OpenSession: open_sessions(),
     Resume: st.builds(Resume, session=sessions, key=names, position=positions),
     Serving: st.builds(Serving, session=sessions, model=words, target=names, keep_s=seconds),
+    Waiting: st.builds(Waiting, session=sessions, place=st.integers(1, 65_536)),
     Cancel: st.builds(Cancel, session=sessions, reason=words),
     Tokenize: st.builds(Tokenize, session=sessions, model=words, prompt=words),
     Tokenized: st.builds(Tokenized, session=sessions, tokens=id_lists, text=words, context_length=epochs),
