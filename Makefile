@@ -42,7 +42,7 @@ demo: setup
 	@$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

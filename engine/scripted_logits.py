@@ -20,6 +20,8 @@ NextTokensFn = Callable[[Prefix], Sequence[int]]
 """Candidates after a prefix, best first."""
 
 CONTEXT_TOKENS = 3
+NEXT_SHARES = (0.4, 0.2, 0.1)
+"""Of the misses of a drafter's best token: in a 0.5B drafter of a 7B 0.735 were right, 0.924 of the first four."""
 CACHED_ROWS = 4096
 
 
@@ -58,6 +60,30 @@ def agreeing(logits_fn: LogitsFn, probability: float, seed: int = 0) -> LogitsFn
         row = as_row(logits_fn(prefix))
         agrees = mix64(_prefix_key(prefix, seed)) < probability * 2.0**64
         return row if agrees else row.roll(1)
+
+    return logits
+
+
+def ranking(logits_fn: LogitsFn, probability: float, seed: int = 0) -> LogitsFn:
+    """A drafter whose best token is the target's after a share `probability` of prefixes, and that knows its chances.
+
+    Where it is not, the target's token is its second, third or fourth (`NEXT_SHARES`, no more often than the one
+    before), or none of these. The logits are log-probabilities.
+    """
+    each = [probability]
+    for share in NEXT_SHARES:
+        each.append(min(each[-1], share * (1.0 - probability)))
+    chances = torch.tensor(each, dtype=torch.float64)
+    bounds, missed = chances.cumsum(0), 1.0 - sum(each)
+
+    def logits(prefix: Prefix) -> Tensor:
+        row = as_row(logits_fn(prefix))
+        best, *others = row.topk(len(chances) + 1).indices.tolist()
+        place = int((bounds <= mix64(_prefix_key(prefix, seed)) / 2.0**64).sum())
+        others.insert(place, best)
+        spread = torch.full(row.shape, max(missed, 1e-9) / len(row), dtype=torch.float64)
+        spread[others[: len(chances)]] = chances.clamp(min=1e-9)
+        return spread.log()
 
     return logits
 

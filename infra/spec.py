@@ -296,7 +296,9 @@ def _prediction(table: Table) -> Prediction:
         verify_ms=table.number("verify_ms", 0.1, 10_000, 34),
         draft_ms=table.number("draft_ms", 0.01, 10_000, 3),
         acceptance=table.number("acceptance", 0, 1, 0.8),
-        growth=table.text("growth", "chain:2+46", pattern=r"[a-z]+:\S+", wanted="chain:K or chain:K+AHEAD"),
+        growth=table.text(
+            "growth", "tree:32x6", pattern=r"[a-z]+:\S+", wanted="tree:ROWSxCHILDREN, chain:K or chain:K+AHEAD"
+        ),
     )
     table.close()
     return prediction

@@ -35,10 +35,8 @@ from speculation.breakeven import (
 from speculation.costs import PassCosts
 from speculation.fits import mean_interval
 
-# The simulator's synthetic drafter proposes one child a node, so what it can project is a chain; trees need recorded
-# answers (`scripts/simulate.py --recordings`).
-ASYNCHRONOUS = "asynchronous chain"
-GROWTH = "chain:2+46"
+# Of the synthetic drafter `acceptance` is its first child's; the others: `engine.scripted_logits.ranking`.
+ASYNCHRONOUS = {"asynchronous chain": "chain:2+46", "asynchronous tree": "tree:8x4"}
 SIMULATED_ROWS = 16
 STEP = 0.1
 PICTURE_POINTS = 7
@@ -97,8 +95,8 @@ class Inputs:
         return rates
 
 
-def simulated_rates(inputs: Inputs, *, hop_s: float, seeds: int, tokens: int) -> list[float]:
-    """Tokens/s of the asynchronous chain, one for each seed."""
+def simulated_rates(inputs: Inputs, growth: str, *, hop_s: float, seeds: int, tokens: int) -> list[float]:
+    """Tokens/s of an asynchronous schedule, one for each seed."""
     # The simulator needs torch, which the closed forms do not.
     from scripts.simulate import Policies, synthetic
     from scripts.simulation import Times, no_fault
@@ -107,7 +105,7 @@ def simulated_rates(inputs: Inputs, *, hop_s: float, seeds: int, tokens: int) ->
     times = Times(
         rtt_s=hop_s, verify_s=inputs.target_s, verify_row_s=row_s, draft_s=inputs.draft_token_s,
     )  # fmt: skip
-    policies = Policies(growth=GROWTH, local="none", max_rows=SIMULATED_ROWS)
+    policies = Policies(growth=growth, local="none", max_rows=SIMULATED_ROWS)
     rates = []
     for seed in range(seeds):
         given = argparse.Namespace(seed=seed, acceptance=inputs.acceptance, tokens=tokens)
@@ -116,11 +114,12 @@ def simulated_rates(inputs: Inputs, *, hop_s: float, seeds: int, tokens: int) ->
 
 
 def simulated_sensitivity(inputs: Inputs, *, seeds: int, tokens: int) -> dict[str, float]:
-    """Relative change of the simulated tokens/s when one input grows by `STEP`; the same seeds on both sides."""
+    """Relative change of the chain's tokens/s when one input grows by `STEP`; the same seeds on both sides."""
     assert inputs.acceptance is not None
 
     def rate(changed: Inputs, hop_s: float) -> float:
-        return mean_interval(simulated_rates(changed, hop_s=hop_s, seeds=seeds, tokens=tokens))[0]
+        growth = ASYNCHRONOUS["asynchronous chain"]
+        return mean_interval(simulated_rates(changed, growth, hop_s=hop_s, seeds=seeds, tokens=tokens))[0]
 
     def changed(**fields: Any) -> Inputs:
         return Inputs(**({name: getattr(inputs, name) for name in Inputs.__dataclass_fields__} | fields))
@@ -176,9 +175,10 @@ def plan_figures(inputs: Inputs, *, seeds: int, tokens: int) -> dict[str, Any]:
             synchronous_rtt_limit_s(**known, verify_s=inputs.verify_s) * 1e3
         )
         if seeds:
-            rates = simulated_rates(inputs, hop_s=inputs.hop_s, seeds=seeds, tokens=tokens)
-            interval = dict(zip(("mean", "low", "high"), mean_interval(rates), strict=True))
-            figures["asynchronous_tokens_per_s"] = {ASYNCHRONOUS: interval}
+            figures["asynchronous_tokens_per_s"] = intervals = {}
+            for name, growth in ASYNCHRONOUS.items():
+                rates = simulated_rates(inputs, growth, hop_s=inputs.hop_s, seeds=seeds, tokens=tokens)
+                intervals[name] = dict(zip(("mean", "low", "high"), mean_interval(rates), strict=True))
             figures["asynchronous_change_at_plus_10_percent"] = simulated_sensitivity(
                 inputs, seeds=seeds, tokens=tokens
             )
@@ -244,10 +244,12 @@ def draw(inputs: Inputs, path: Path, *, seeds: int, tokens: int) -> None:
         axes.plot([x * 1e3 for x in fine], [inputs.closed_rates(x)[name] for x in fine], label=name)
     if inputs.acceptance is not None and seeds:
         coarse = [most_s * i / (PICTURE_POINTS - 1) for i in range(PICTURE_POINTS)]
-        points = [mean_interval(simulated_rates(inputs, hop_s=x, seeds=seeds, tokens=tokens)) for x in coarse]
-        bars = [[mean - low for mean, low, _ in points], [high - mean for mean, _, high in points]]
-        axes.errorbar([x * 1e3 for x in coarse], [p[0] for p in points], yerr=bars, marker="o", capsize=3,
-                      label=f"{ASYNCHRONOUS} (simulated)")  # fmt: skip
+        for name, growth in ASYNCHRONOUS.items():
+            rates = [simulated_rates(inputs, growth, hop_s=x, seeds=seeds, tokens=tokens) for x in coarse]
+            points = [mean_interval(of_seeds) for of_seeds in rates]
+            bars = [[mean - low for mean, low, _ in points], [high - mean for mean, _, high in points]]
+            axes.errorbar([x * 1e3 for x in coarse], [p[0] for p in points], yerr=bars, marker="o", capsize=3,
+                          label=f"{name} (simulated)")  # fmt: skip
     axes.axvline(inputs.hop_s * 1e3, color="black", linestyle=":", label=f"this link, {inputs.hop_s * 1e3:.3g} ms")
     axes.set(xlabel="hop of a cycle, there and back with its payload, ms", ylabel="tokens/s", ylim=(0, None))
     axes.legend()

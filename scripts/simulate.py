@@ -25,7 +25,7 @@ if __package__ in (None, ""):
 
 from engine.replay import Pace, Recording, ReplayDrafter, ReplayTarget, emulated, from_trace, load_recordings
 from engine.scripted import ScriptedDrafter, ScriptedTarget
-from engine.scripted_logits import agreeing, hash_logits
+from engine.scripted_logits import hash_logits, ranking
 from scripts.simulation import Fault, Simulation, Times, no_fault
 from speculation.costs import PassCosts
 from speculation.growth import parse_growth
@@ -136,7 +136,7 @@ def synthetic(args: argparse.Namespace, times: Times, policies: Policies, fault:
     length = args.tokens + 64
     target = ScriptedTarget(logits, num_slots=1, max_length=length, max_rows=policies.max_rows, vocab_size=vocab_size)
     drafter = ScriptedDrafter(
-        agreeing(logits, args.acceptance, args.seed), num_slots=1, max_length=length, vocab_size=vocab_size
+        ranking(logits, args.acceptance, args.seed), num_slots=1, max_length=length, vocab_size=vocab_size
     )
     simulation = Simulation(
         target=target, drafter=drafter, times=times, growth=parse_growth(policies.growth),
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--recordings", type=Path, help="answers of a real target instead of synthetic ones")
     parser.add_argument("--drafter", choices=["recorded", "emulated", "none"], default="emulated")
     parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--growth", default="chain:2+46", help="see node_draft --help")
+    parser.add_argument("--growth", default="tree:32x6", help="see node_draft --help")
     parser.add_argument("--local", default="none", help="see node_verify --help")
     parser.add_argument("--max-rows", type=int, default=16, help="rows of a pass, pending token included")
     parser.add_argument("--patience-ms", type=float, default=0.0, help="wait so long for candidates; 0: never idle")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.errors import CacheError, NumericalError
 from engine.runner import DraftRunner, TargetRunner
 from engine.scripted import ScriptedDrafter, ScriptedTarget
-from engine.scripted_logits import agreeing, hash_logits, hopeless, reference, text_logits
+from engine.scripted_logits import agreeing, hash_logits, hopeless, ranking, reference, text_logits
 from speculation.passes import DraftStep, NodeRow, Sampling, VerifyPass, VerifyResult
 
 torch.set_num_threads(1)
@@ -293,3 +293,20 @@ def test_a_delay_is_slept_and_reported() -> None:
     open_target(target, Sampling())
     assert one(target.verify([VerifyPass(**GOOD_PASS)])).compute_s >= 0.002
     assert num_rows == [2, 3]
+
+
+@pytest.mark.parametrize("probability", [0.3, 0.735, 1.0])
+def test_ranking_puts_the_targets_token_where_its_scores_say(probability: float) -> None:
+    target = hash_logits(64, 3, 4.0)
+    drafter = ranking(target, probability, seed=5)
+    places = [0] * 5
+    prefixes = [(i % 61, i // 61, i % 7) for i in range(4000)]
+    for prefix in prefixes:
+        best = int(torch.as_tensor(target(prefix)).argmax())
+        scores = torch.as_tensor(drafter(prefix))
+        assert float(scores.exp().sum()) == pytest.approx(1.0, abs=0.02)
+        top = scores.topk(4).indices.tolist()
+        places[top.index(best) if best in top else 4] += 1
+    misses = 1 - probability
+    for place, share in enumerate([probability, 0.4 * misses, 0.2 * misses, 0.1 * misses, 0.3 * misses]):
+        assert places[place] / len(prefixes) == pytest.approx(share, abs=0.03)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import re
-import subprocess
-import sys
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,8 @@ import pytest
 
 from infra.aws.client import Clients
 from infra.aws.provider import AwsProvider
-from tests.infra.doubles import IMAGES, Bench, Faults, VirtualClock, a_spec
+from tests.infra.doubles import Bench, Faults, VirtualClock, a_spec
+from tests.infra.moto_server import moto_server, reset
 
 LOOPBACK = ("127.0.0.1", "localhost")
 # Service models are read once for all tests; events and credentials belong to the clients made from it.
@@ -30,35 +26,8 @@ SHARED_SESSION = boto3.session.Session()
 @pytest.fixture(scope="session")
 def moto_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A moto server in a process of its own, with the two images that our specs look for."""
-    folder = tmp_path_factory.mktemp("moto")
-    images = folder / "amis.json"
-    images.write_text(json.dumps(IMAGES))
-    log = folder / "log"
-    environment = {**os.environ, "MOTO_AMIS_PATH": str(images), "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as sink:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
-            env=environment,
-            stdout=sink,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert server.stderr is not None
-        try:
-            line = ""
-            while "Running on" not in line:
-                line = server.stderr.readline()
-                assert line, "moto did not start"
-            # Whoever reads no more lets the pipe fill: hand the rest to a file.
-            drain = subprocess.Popen(["cat"], stdin=server.stderr, stdout=sink)
-            match = re.search(r"http://127\.0\.0\.1:\d+", line)
-            assert match is not None
-            yield match[0]
-        finally:
-            server.terminate()
-            server.wait(timeout=20)
-            server.stderr.close()
-            drain.wait(timeout=20)
+    with moto_server(tmp_path_factory.mktemp("moto")) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +56,7 @@ def nothing_leaves_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def moto(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The server's address, with nothing in it; what asks AWS without saying where asks it."""
-    urllib.request.urlopen(urllib.request.Request(f"{moto_url}/moto-api/reset", method="POST")).close()
+    reset(moto_url)
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto_url)
     return moto_url
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_down_needs_no_file_of_ups_and_can_look_everywhere(run: Any, published: 
         '["us-east-2", "us-west-2"]', '["us-east-2"]'
     )
     assert run("down", spec=moved)[0] == 0
-    assert run("down", "--all-regions")[1].startswith("removed ")
+    assert "removed 3; nothing is left" in run("down", "--all-regions")[1]
     assert run("down", "--all-regions")[1] == "nothing to remove\n"
 
 
@@ -132,7 +133,7 @@ def test_a_dry_run_asks_ec2_for_every_launch_and_makes_nothing(run: Any, clients
 def test_a_budget_that_is_too_small_stops_up_before_anything_is_made(run: Any, clients: Clients) -> None:
     code, _, err = run("up", spec=SPEC.replace("budget_usd = 20", "budget_usd = 2"))
     assert code == 1
-    assert "deployment.budget_usd: 2.00 is less than the 6.24" in err
+    assert "deployment.budget_usd: 2.00 is less than the 5.52" in err
     assert clients("iam", "us-east-1").list_roles()["Roles"] == []
 
 
@@ -169,9 +170,9 @@ def test_logs_of_a_node_and_of_its_boot(run: Any, published: None, clients: Clie
     logs = clients("logs", VERIFY_REGION)
     for stream, text in (("verify-0", "one"), ("verify-0/boot", "two"), ("verify-01", "not mine")):
         logs.create_log_stream(logGroupName="/foredraft/demo", logStreamName=stream)
-        event = {"timestamp": 1_790_000_000_000, "message": text}
+        event = {"timestamp": int(time.time() * 1000), "message": text}
         logs.put_log_events(logGroupName="/foredraft/demo", logStreamName=stream, logEvents=[event])
-    code, out, err = run("logs", "verify-0", "--minutes", "1e7")
+    code, out, err = run("logs", "verify-0", "--minutes", "5")
     assert code == 0, err
     assert sorted(out.split()) == ["one", "two"]
     assert "Linux version" in run("logs", "verify-0", "--boot")[1]
@@ -197,4 +198,5 @@ def test_an_interrupt_ends_with_130_after_the_roll_back(
     assert code == 130
     assert "rolling back after KeyboardInterrupt" in out
     assert "interrupted" in err
-    assert run("down")[1].startswith(("nothing to remove", "removed 1;"))
+    # The certificate that was published before stays until then.
+    assert "removed 1; nothing is left" in run("down")[1]

@@ -46,6 +46,8 @@ def test_the_asynchronous_projection_has_an_interval_and_beats_the_synchronous_f
     chain = found["asynchronous_tokens_per_s"]["asynchronous chain"]  # type: ignore[index]
     assert chain["low"] <= chain["mean"] <= chain["high"]
     assert chain["mean"] > found["tokens_per_s"]["synchronous remote"]  # type: ignore[index]
+    tree = found["asynchronous_tokens_per_s"]["asynchronous tree"]  # type: ignore[index]
+    assert tree["mean"] > chain["mean"]
     change = found["asynchronous_change_at_plus_10_percent"]
     assert change["rejections"] < 0  # type: ignore[index]
     assert change["verify time"] < 0  # type: ignore[index]
