@@ -70,13 +70,15 @@ class Capacity:
         return self.tokens_per_s / self.num_sessions
 
     def least_share(self, alone: Capacity) -> float:
-        """The slowest text's speed over its fair share: what it gets alone, times what the mean text keeps in company.
+        """The slowest session's speed over its fair share.
 
-        Texts differ: one that repeats itself is fast alone and in company. Scheduling must not slow one down more than
-        the others.
+        Texts differ: one that repeats itself is fast alone and in company. A session has its fair share if it is as
+        fast as the mean session, or if it keeps as much of the speed that its text has alone as the mean text does;
+        whichever it is nearer to counts.
         """
         kept = {prompt: speed / alone.speeds[prompt] for prompt, speed in self.speeds.items() if prompt in alone.speeds}
-        return min(kept.values()) / statistics.mean(kept.values()) if kept else 1.0
+        mean_kept, mean_speed = statistics.mean(kept.values()), statistics.mean(self.speeds.values())
+        return min(max(kept[prompt] / mean_kept, self.speeds[prompt] / mean_speed) for prompt in kept)
 
 
 def measured(users: Sequence[Sequence[Answered]]) -> Capacity:

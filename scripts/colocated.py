@@ -55,6 +55,7 @@ class ColocatedServer:
         self._users: dict[str, list[Recording]] = {}
         self._answers: dict[str, list[Answered]] = {}
         self._user_of: dict[str, str] = {}
+        self._free: list[str] = []
         self._names = count()
 
     def run(self, users: Sequence[Sequence[Recording]], num_tokens: int) -> list[list[Answered]]:
@@ -63,13 +64,14 @@ class ColocatedServer:
             user = f"user {number}"
             self._users[user] = list(recordings)
             self._answers[user] = []
-        for user in self._users:
-            self._ask_next(user, num_tokens)
-        while self.verify.sessions:
-            self._round(num_tokens)
+        self._free = list(self._users)
+        while self._free or self.verify.sessions:
+            while self._free:
+                self._ask_next(self._free.pop(0), num_tokens)
+            self._round()
         return list(self._answers.values())
 
-    def _round(self, num_tokens: int) -> None:
+    def _round(self) -> None:
         """All the drafts that there are to be made, then one pass."""
         while True:
             parts, actions = self.draft.next_step(_now())
@@ -86,7 +88,7 @@ class ColocatedServer:
                 results.append(None)
         passes = [work.request for work in works if isinstance(work, verify.Verify)]
         results += self.target.verify(passes) if passes else []
-        self._from_verify(self.verify.on_work_done(results, _now()), num_tokens)
+        self._from_verify(self.verify.on_work_done(results, _now()))
 
     def _ask_next(self, user: str, num_tokens: int) -> None:
         if not self._users[user]:
@@ -101,28 +103,27 @@ class ColocatedServer:
             message, prompt_ids=recording.prompt, context_length=self.target.max_length, vocab_size=self.vocab_size,
             stop_ids=(),
         )  # fmt: skip
-        self._from_verify(self.verify.on_opening(session, now), num_tokens)
-        self._from_verify(self.verify.on_message(Paired(session=session, epoch=1, draft="beside"), now), num_tokens)
-        text = AnswerText(ByteStream(), ())
-        self._from_verify(self.verify.on_request(session, request, text, now), num_tokens)
+        self._from_verify(self.verify.on_opening(session, now))
+        self._from_verify(self.verify.on_message(Paired(session=session, epoch=1, draft="beside"), now))
+        self._from_verify(self.verify.on_request(session, request, AnswerText(ByteStream(), ()), now))
 
-    def _from_verify(self, actions: Iterable[verify.Action], num_tokens: int) -> None:
+    def _from_verify(self, actions: Iterable[verify.Action]) -> None:
         for action in actions:
             match action:
                 case verify.Send(message):
-                    self._deliver(message, num_tokens)
+                    self._deliver(message)
                 case verify.OpenSlot(slot, sampling, tokens, num_prompt, stop_ids):
                     self.target.open(slot, sampling=sampling, tokens=tokens, num_prompt=num_prompt, stop_ids=stop_ids)
                 case verify.CloseSlot(slot):
                     self.target.close(slot)
 
-    def _deliver(self, message: Message, num_tokens: int) -> None:
+    def _deliver(self, message: Message) -> None:
         match message:
             case TextDelta():
                 self._answers[self._user_of[message.session]][-1].take(message.tokens, _now())
             case Done():
                 self._from_draft(self.draft.on_release(message.session))
-                self._ask_next(self._user_of[message.session], num_tokens)
+                self._free.append(self._user_of[message.session])
             case Error():
                 raise RuntimeError(f"{message.code}: {message.message}")
             case _:
