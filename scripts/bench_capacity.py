@@ -25,6 +25,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -71,8 +72,11 @@ COST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_LENGTH = 1024
 
 
-async def ask_all(pipeline: Pipeline, users: Sequence[Sequence[Recording]], num_tokens: int) -> list[list[Answered]]:
-    """All users at a time, over one client."""
+async def ask_all(
+    pipeline: Pipeline, users: Sequence[Sequence[Recording]], num_tokens: int
+) -> tuple[list[list[Answered]], dict[str, float]]:
+    """All users at a time, over one client; and where the time of the answers went at the verify node, ms a pass."""
+    sums: Counter[str] = Counter()
 
     async def one(recordings: Sequence[Recording]) -> list[Answered]:
         answers = []
@@ -83,9 +87,14 @@ async def ask_all(pipeline: Pipeline, users: Sequence[Sequence[Recording]], num_
             async for event in stream:
                 if isinstance(event, Delta):
                     answered.take(event.tokens, time.perf_counter())
+                else:
+                    sums.update(event.report)
         return answers
 
-    return list(await asyncio.gather(*(one(recordings) for recordings in users)))
+    answered = list(await asyncio.gather(*(one(recordings) for recordings in users)))
+    spent_s = {"in the target": sums["verify_compute_s"], "around it": sums["verify_overhead_s"]}
+    spent_s["until the next pass"] = sums["answer_s"] - sum(spent_s.values())
+    return answered, {what: round(seconds / sums["passes"] * 1e3, 2) for what, seconds in spent_s.items()}
 
 
 def cpu_s(parts: Parts) -> dict[str, float]:
@@ -105,23 +114,24 @@ async def live(
     numbers: Sequence[int],
     num_tokens: int,
 ) -> tuple[list[Capacity], dict[str, float]]:
-    """One server's curve, and the processor time of its processes for each second at the most sessions."""
+    """One server's curve, and where time goes at the most sessions: processor time of its processes for each second,
+    and a pass of the verify node in ms."""
     await pipeline.set_rtt(RTT_MS)
     await asyncio.sleep(0.5)
     curve: list[Capacity] = []
     busy: dict[str, float] = {}
+    spent_ms: dict[str, float] = {}
     for number in numbers:
         before, began = cpu_s(parts), time.perf_counter()
-        users = await ask_all(pipeline, shares(recordings, number, num_tokens), num_tokens)
+        users, spent_ms = await ask_all(pipeline, shares(recordings, number, num_tokens), num_tokens)
         lasted_s = time.perf_counter() - began
         busy = {part: (used - before[part]) / lasted_s for part, used in cpu_s(parts).items()}
         curve.append(measured(users))
         told(name, curve[-1])
-    shown = {part.rpartition("-")[2] if part != "clients" else part: 0.0 for part in busy}
-    for part, share in busy.items():
-        if part == "clients" or part.startswith(pipeline.configuration.name.replace(" ", "-")):
-            shown[part.rpartition("-")[2]] += share
-    return curve, {part: round(share, 2) for part, share in shown.items()}
+    prefix = pipeline.configuration.name.replace(" ", "-") + "-"
+    own = {part.removeprefix(prefix): busy[part] for part in busy if part == "clients" or part.startswith(prefix)}
+    shown = {f"{part}, processor": round(share, 2) for part, share in own.items()}
+    return curve, shown | {f"a pass, ms {what}": ms for what, ms in spent_ms.items()}
 
 
 def told(name: str, point: Capacity) -> None:

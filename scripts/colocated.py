@@ -68,7 +68,8 @@ class ColocatedServer:
         while self._free or self.verify.sessions:
             while self._free:
                 self._ask_next(self._free.pop(0), num_tokens)
-            self._round()
+            if self.verify.sessions:
+                self._round()
         return list(self._answers.values())
 
     def _round(self) -> None:
