@@ -43,6 +43,14 @@ class ModelExecutor:
             EngineDead: the thread has died, or dies before it answers; or the executor is closed.
             Exception: whatever `fn` raises.
         """
+        return await self.submit(fn, *args, **kwargs)
+
+    def submit(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Have `fn` called in the model's thread, which may begin at once; see `run` for what the future raises.
+
+        Raises:
+            EngineDead: the thread has died, or the executor is closed.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -84,7 +92,7 @@ class ModelExecutor:
                 raise self._dead()
             self._waiting.add(fail)
             self._jobs.put(job)
-        return await future
+        return future
 
     async def close(self) -> None:
         """Finish the calls already made, then end the thread. A second close only waits."""

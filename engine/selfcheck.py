@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import CacheError, CheckpointError
-from engine.model import CachedModel
+from engine.model import CachedModel, NewRows
 
 PROMPT = (1, 5, 9, 4, 7)
 TREE = ((2, 3, 8, 6, 9), (4, 5, 5, 7, 4))
@@ -27,7 +27,7 @@ POISONED_ROWS = 64
 
 
 def self_check(model: CachedModel) -> None:
-    """Hold the model to the contract, on its empty slot 0, which is empty again afterwards.
+    """Hold the model to the contract, on its empty slots 0 and 1, which are empty again afterwards.
 
     Raises:
         CheckpointError: naming what is broken and the version of transformers it was found with.
@@ -37,8 +37,9 @@ def self_check(model: CachedModel) -> None:
     except CacheError as exc:
         broken = f"the cache's own books do not add up: {exc}"
     finally:
-        model.clear(0)
-        model.cache.fill(0, 0, POISONED_ROWS, 0.0)
+        for slot in range(min(2, model.num_slots)):
+            model.clear(slot)
+            model.cache.fill(slot, 0, POISONED_ROWS, 0.0)
     if broken:
         raise CheckpointError(
             f"self-check: {broken}. This model cannot be served with transformers {version('transformers')} "
@@ -85,6 +86,27 @@ def _broken(model: CachedModel) -> str:
     if not _alike(model, again, plain):
         return "after a rewind the next token is scored differently"
     model.clear(0)
+    return _broken_together(model, alone) if model.num_slots > 1 else ""
+
+
+def _broken_together(model: CachedModel, alone: Tensor) -> str:
+    """What is broken where two slots share a pass, or nothing. `alone` is behind PROMPT and PATH_TOKENS."""
+    other = _plain(model, (*PROMPT[::-1], *TREE[0][:2]))
+    model.forward(0, PROMPT, num_committed=len(PROMPT), num_logits=1)
+    model.forward(1, PROMPT[::-1], num_committed=len(PROMPT), num_logits=1)
+    addresses = model.addresses()
+    batch = [
+        NewRows(slot=0, tokens=TREE[0], parents=TREE[1], num_logits=2),
+        NewRows(slot=1, tokens=TREE[0][:2], num_committed=2, num_logits=1),
+    ]
+    tree, chain = model.forward_batch(batch)
+    if isinstance(tree, CacheError) or isinstance(chain, CacheError):
+        return f"two slots cannot share a pass: {tree if isinstance(tree, CacheError) else chain}"
+    if not (_alike(model, tree[:1], alone) and _alike(model, chain, other)):
+        return "sessions that share a pass are scored differently than each by itself"
+    # What shared passes need may have come with the first of them, but nothing has moved.
+    if not set(addresses) <= set(model.addresses()):
+        return "the cache or an input buffer has moved to another address"
     return ""
 
 

@@ -58,26 +58,25 @@ class DraftNode(NodeShell):
         self._perform(self.scheduler.on_message(message, now), now)
 
     async def feed_model(self) -> None:
-        """Give the model steps as long as there are any; raises `EngineDead` if its thread dies."""
+        """Give the model steps as long as there are any; raises `EngineDead` if its thread dies.
+
+        What a step brought is sent while the model is at the next one already.
+        """
+        to_tell: list[Action] = []
         while True:
             parts, actions = self.scheduler.next_step(self.now())
-            self._perform(actions, self.now())
             calls = self.take_slot_calls()
-            if parts:
-                began = self.now()
-                results = await self.executor.run(self._run, calls, parts)
-                now = self.now()
-                for part, result in zip(parts, results, strict=True):
-                    if isinstance(result, DraftResult) and self.trace.enabled:
-                        self.trace.write(
-                            "draft", now, began=began, slot=part.slot, num_commit=len(part.commit),
-                            num_nodes=len(part.nodes), compute_s=result.compute_s, overhead_s=result.overhead_s,
-                            step_sessions=len(parts),
-                        )  # fmt: skip
-                self._perform(self.scheduler.on_step_done(results, now), now)
-                continue
-            if calls:
-                await self.executor.run(self.call_all, calls)
+            began = self.now()
+            done = self.executor.submit(self._run, calls, parts) if parts or calls else None
+            self._tell([*to_tell, *actions], began)
+            to_tell = []
+            if done is not None:
+                results = await done
+                if parts:
+                    now = self.now()
+                    self._trace_step(parts, results, began, now)
+                    to_tell = self.scheduler.on_step_done(results, now)
+                    self._call_for(to_tell)
                 continue
             self.wake.clear()
             await self.wake.wait()
@@ -91,18 +90,39 @@ class DraftNode(NodeShell):
         return [failure or next(done) for failure in failures]
 
     def _perform(self, actions: list[Action], arrived_at: float) -> None:
+        self._call_for(actions)
+        self._tell(actions, arrived_at)
+
+    def _call_for(self, actions: list[Action]) -> None:
+        """Have slots opened and freed before the model's next step."""
         for action in actions:
             match action:
-                case Send():
-                    self.send(action.message)
                 case OpenSlot(slot, sampling, num_prompt):
                     call = partial(self.runner.open, slot, sampling=sampling, num_prompt=num_prompt)
                     self.call_before_next_work(slot, call)
                 case CloseSlot(slot):
                     self.call_before_next_work(slot, partial(self.runner.close, slot))
+
+    def _tell(self, actions: list[Action], arrived_at: float) -> None:
+        """Send what is to be sent, and close the rounds that were answered."""
+        for action in actions:
+            match action:
+                case Send():
+                    self.send(action.message)
                 case FrameAnswered():
                     self._trace_round(action, arrived_at)
         self.settle(len(self.scheduler.sessions))
+
+    def _trace_step(
+        self, parts: Sequence[DraftStep], results: Sequence[DraftResult | Exception], began: float, now: float
+    ) -> None:
+        for part, result in zip(parts, results, strict=True):
+            if isinstance(result, DraftResult) and self.trace.enabled:
+                self.trace.write(
+                    "draft", now, began=began, slot=part.slot, num_commit=len(part.commit),
+                    num_nodes=len(part.nodes), compute_s=result.compute_s, overhead_s=result.overhead_s,
+                    step_sessions=len(parts),
+                )  # fmt: skip
 
     def _trace_round(self, answered: FrameAnswered, arrived_at: float) -> None:
         """Close a frame's round: the acceptance that answered it arrived at `arrived_at` and is applied now."""

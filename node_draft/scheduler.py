@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from node_draft.frames import next_frame
 from node_draft.session import (
     Action,
     CloseSlot,
@@ -26,24 +27,25 @@ from node_draft.session import (
     FrameAnswered,
     OpenSlot,
     Send,
-    SentFrame,
     Session,
 )
 from speculation.batching import Rota
 from speculation.growth import FlushState, GrowthPolicy
 from speculation.passes import Child, DraftResult, DraftStep, NodeRow
-from speculation.tree import ROOT, Arrival, Tree, score_byte
+from speculation.tree import ROOT, Arrival, Tree
 from wire.codec import digest_ids
 from wire.messages import (
     MAX_NODES_PER_FRAME,
     Acceptance,
-    Candidates,
     Error,
     Message,
     Prefix,
     Release,
     Resync,
 )
+
+LEAST_SHARE = 2
+"""Nodes that a session may run in a step, however many share it."""
 
 
 class DraftScheduler:
@@ -80,6 +82,7 @@ class DraftScheduler:
         self._turns = Rota()
         self.running: list[tuple[str, int]] = []  # (session, epoch) of each part of the step in work
         self._running_nodes: list[tuple[int, ...]] = []
+        self._num_growing = 0
 
     def on_message(self, message: Message, now: float) -> list[Action]:
         """Handle whatever the relay delivers; types that are not for a draft node are stale."""
@@ -182,10 +185,10 @@ class DraftScheduler:
             return parts, actions
         room, tokens = self.max_rows, self.max_prefill
         growing = [session for name in self._turns if (session := self.sessions[name]).tree is not None]
-        alone = sum(session.wanted for session in growing) == 1
+        self._num_growing = sum(session.wanted for session in growing)
         for session in growing:
             max_commit = min(tokens, room)
-            part = self._plan(session, room=room, max_commit=max_commit, alone=alone) if room > 0 else None
+            part = self._plan(session, room=room, max_commit=max_commit) if room > 0 else None
             # Who is left out for want of room has not stopped growing, and is first in the next step.
             actions += self._flush_if_due(session, now, can_grow=part is not None or max_commit < 1)
             if part is not None:
@@ -276,13 +279,12 @@ class DraftScheduler:
         session.tree = Tree(tokens)
         return []
 
-    def _plan(self, session: Session, *, room: int, max_commit: int, alone: bool) -> DraftStep | None:
+    def _plan(self, session: Session, *, room: int, max_commit: int) -> DraftStep | None:
         """The session's part of the next step; None when the policy has nothing to grow, or there is no room for it.
 
         Args:
             room: rows that are left of the step.
             max_commit: most committed tokens to feed.
-            alone: whether the session has the drafter to itself.
         """
         tree = session.tree
         assert tree is not None
@@ -297,7 +299,10 @@ class DraftScheduler:
             return None
         num_live = sum(node in tree.nodes for node in session.cached)
         room = max(0, min(room - len(commit), self.max_rows - num_live)) if complete else 0
-        expansion = self.growth.expand(tree, session.frontier, root_is_new=bool(commit), limit=session.limit, room=room)
+        share = min(room, max(LEAST_SHARE, 2 * self.growth.rows // max(2, self._num_growing)))
+        expansion = self.growth.expand(
+            tree, session.frontier, root_is_new=bool(commit), limit=session.limit, room=share
+        )  # fmt: skip
         if expansion is None:
             return None
         wanted = [node for node in expansion.nodes if node != ROOT]
@@ -310,7 +315,7 @@ class DraftScheduler:
         if not (commit or rows):
             return None
         num_ahead = 0
-        if alone and len(rows) + expand_root == 1:
+        if self._num_growing == 1 and len(rows) + expand_root == 1:
             num_ahead = max(0, min(expansion.num_ahead, self.max_ahead, room - len(rows)))
         session.cached = {node for node in session.cached if node in tree.nodes}
         keep = frozenset(session.cached)
@@ -353,6 +358,7 @@ class DraftScheduler:
             num_live_sent=len(session.wire_ids),
             since_flush_s=now - session.flushed_at,
             verify_s=session.verify_s,
+            num_sessions=max(1, self._num_growing),
         )
         return self._flush(session, now) if self.growth.flush(state) else []
 
@@ -367,33 +373,5 @@ class DraftScheduler:
         nodes = ready[:MAX_NODES_PER_FRAME]
         if not nodes:
             return []
-        sent = set(nodes)
-        session.unsent = [node for node in session.unsent if node not in sent]
-        first = session.next_wire_id
-        for i, node in enumerate(nodes):
-            session.wire_ids[node] = first + i
-        session.next_wire_id += len(nodes)
-        frame = session.next_frame
-        session.next_frame += 1
-        started_at = now if session.started_at is None else session.started_at
-        draft_s = min(session.draft_s, now - started_at)
-        session.in_flight[frame] = SentFrame(started_at, now, draft_s)
-        session.started_at, session.draft_s = None, 0.0
         self.counters.num_frames += 1
-        message = Candidates(
-            session=session.id,
-            epoch=session.epoch,
-            frame=frame,
-            first_node=first,
-            parents=tuple(self._wire_parent(session, tree, node) for node in nodes),
-            tokens=tuple(tree.nodes[node].token for node in nodes),
-            scores=tuple(score_byte(tree.step_logprob(node)) for node in nodes),
-            draft_s=draft_s,
-            overhead_s=max(0.0, now - started_at - draft_s),
-        )
-        return [Send(message), *self._flush(session, now)]
-
-    @staticmethod
-    def _wire_parent(session: Session, tree: Tree, node: int) -> int:
-        parent = tree.nodes[node].parent
-        return -tree.length if parent == ROOT else session.wire_ids[parent]
+        return [Send(next_frame(session, tree, nodes, now)), *self._flush(session, now)]

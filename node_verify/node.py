@@ -112,20 +112,26 @@ class VerifyNode(NodeShell):
             self._perform(self.scheduler.on_message(message, now))
 
     async def feed_model(self) -> None:
-        """Give the model work as long as there is any; raises `EngineDead` if its thread dies."""
+        """Give the model work as long as there is any; raises `EngineDead` if its thread dies.
+
+        What a piece of work brought is told while the model is at the next one already.
+        """
+        to_tell: list[Action] = []
         while True:
             works = self.scheduler.next_work(self.now())
             calls = self.take_slot_calls()
-            if works:
-                results = await self.executor.run(self._run, calls, works)
-                now = self.now()
-                hop_rtt_s = (self.link.rtt_s or 0.0) if self.link else 0.0
-                if self.trace.enabled:
-                    self._trace_pass(works, results, now)
-                self._perform(self.scheduler.on_work_done(results, now, hop_rtt_s))
-                continue
-            if calls:
-                await self.executor.run(self.call_all, calls)
+            done = self.executor.submit(self._run, calls, works) if works or calls else None
+            self._tell(to_tell)
+            to_tell = []
+            if done is not None:
+                results = await done
+                if works:
+                    now = self.now()
+                    hop_rtt_s = (self.link.rtt_s or 0.0) if self.link else 0.0
+                    if self.trace.enabled:
+                        self._trace_pass(works, results, now)
+                    to_tell = self.scheduler.on_work_done(results, now, hop_rtt_s)
+                    self._call_for(to_tell)
                 continue
             self.wake.clear()
             try:
@@ -211,13 +217,13 @@ class VerifyNode(NodeShell):
         return answer_text(request, self.tokenizer.decode_stream(list(request.prompt_ids)))
 
     def _perform(self, actions: list[Action]) -> None:
+        self._call_for(actions)
+        self._tell(actions)
+
+    def _call_for(self, actions: list[Action]) -> None:
+        """Have slots opened and freed before the model's next work."""
         for action in actions:
             match action:
-                case Send():
-                    message = action.message
-                    if isinstance(message, TextDelta) and message.logprobs is not None:
-                        message = replace(message, logprobs=spelled(message, self.tokenizer.token_bytes))
-                    self.send(message)
                 case OpenSlot(slot, sampling, tokens, num_prompt, stop_ids):
                     call = partial(
                         self.runner.open,
@@ -230,6 +236,16 @@ class VerifyNode(NodeShell):
                     self.call_before_next_work(slot, call)
                 case CloseSlot(slot):
                     self.call_before_next_work(slot, partial(self.runner.close, slot))
+
+    def _tell(self, actions: list[Action]) -> None:
+        """Send what is to be sent, and note which sessions have ended."""
+        for action in actions:
+            match action:
+                case Send():
+                    message = action.message
+                    if isinstance(message, TextDelta) and message.logprobs is not None:
+                        message = replace(message, logprobs=spelled(message, self.tokenizer.token_bytes))
+                    self.send(message)
                 case SessionEnded(session, reason, report):
                     log.info("session %s ended: %s", session, reason)
                     self._ended.update({"sessions": 1} | report)

@@ -167,6 +167,7 @@ class Simulation:
         self.busy: list[Busy] = []
         self.rounds: list[draft.FrameAnswered] = []
         self.num_frames = {"draft>relay": 0, "relay>verify": 0, "verify>relay": 0, "relay>draft": 0}
+        self.on_done: Callable[[str], None] = lambda session: None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._verify_timer: float | None = None
@@ -263,6 +264,7 @@ class Simulation:
             case Done():
                 self.answers[message.session].finish_reason = message.finish_reason
                 self.answers[message.session].done = message
+                self.on_done(message.session)
             case Error(session=str(session)):
                 self.answers[session].error = f"{message.code}: {message.message}"
 

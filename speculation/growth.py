@@ -73,6 +73,7 @@ class FlushState:
         num_live_sent: live nodes that were sent: what the verifier has, or will have.
         since_flush_s: since the last frame.
         verify_s: how long a pass of the target takes, as last reported; None if unknown.
+        num_sessions: that the drafter serves.
     """
 
     num_unsent: int
@@ -80,10 +81,16 @@ class FlushState:
     num_live_sent: int = 0
     since_flush_s: float = math.inf
     verify_s: float | None = None
+    num_sessions: int = 1
 
 
 class GrowthPolicy(Protocol):
     """How one session's tree grows."""
+
+    @property
+    def rows(self) -> int:
+        """Most nodes of one session that a step should run; of several, they share twice as many."""
+        ...
 
     @property
     def least_logprob(self) -> float:
@@ -122,6 +129,10 @@ class ChainGrowth:
     ahead: int
 
     @property
+    def rows(self) -> int:
+        return 1
+
+    @property
     def least_logprob(self) -> float:
         return -math.inf
 
@@ -150,14 +161,15 @@ class ChainGrowth:
 class TreeGrowth:
     """The most probable paths first, several a step.
 
-    Every step runs the `rows` best nodes that have not been run and takes `num_children` children of each, whatever
-    is in flight: the deepest candidates sent are those for positions that the verifier reaches a round trip later.
+    Every step runs the `rows` best nodes that have not been run (fewer of each session, where there are several) and
+    takes `num_children` children of each, whatever is in flight: the deepest candidates sent are those for positions
+    that the verifier reaches a round trip later.
     Paths below `min_logprob` (nats, from the present root) are neither grown nor sent; they may be later, when the
     root has moved towards them.
 
     Frames are cut by time: nothing of what was sent is alive, or a quarter of a pass of the target has gone by since
     the last one. So the verifier is never short of what exists, and the relay carries three or four small frames a
-    pass.
+    pass. With many sessions it is one of each a pass: what a frame costs, it costs on every hop.
     """
 
     rows: int
@@ -196,7 +208,9 @@ class TreeGrowth:
     def flush(self, state: FlushState) -> bool:
         if state.num_unsent == 0:
             return False
-        cadence_s = DEFAULT_CADENCE_S if state.verify_s is None else state.verify_s / 4
+        cadence_s = DEFAULT_CADENCE_S
+        if state.verify_s is not None:
+            cadence_s = state.verify_s / 4 * min(max(state.num_sessions / 2, 1), 4)
         return not state.can_grow or state.num_live_sent == 0 or state.since_flush_s >= cadence_s
 
 

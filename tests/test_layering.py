@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
 IMPURE = {"asyncio", "time", "os", "threading", "socket", "subprocess", "selectors", "concurrent", "signal"}
 PURE_PACKAGES = {"speculation"}
 PURE_MODULES = {
+    "node_draft/frames.py",
     "node_draft/scheduler.py",
     "node_verify/scheduler.py",
     "node_verify/line.py",

@@ -13,7 +13,7 @@ import torch
 from engine.capturer import CudaCapturer, Uncaptured
 from engine.checkpoint import Checkpoint
 from engine.hf import CausalLM
-from engine.model import CachedModel
+from engine.model import CachedModel, NewRows
 from engine.prepare import ready_model
 from engine.selfcheck import self_check
 
@@ -62,6 +62,25 @@ def test_replays_give_the_logits_of_passes_that_run_as_they_come(cuda_lm: Causal
         counts.append(captured.num_captures)
     # Both lengths have been needed by then; nothing is captured after.
     assert counts[-1] == max(counts) == counts[len(counts) // 2]
+
+
+def test_slots_that_share_a_replay_get_the_logits_of_their_own(cuda_lm: CausalLM) -> None:
+    sizes = SIZES | {"num_slots": 4}
+    captured = CachedModel(cuda_lm, capturer=CudaCapturer(cuda_lm.device), **sizes)
+    alone = CachedModel(cuda_lm, capturer=Uncaptured(), **sizes)
+    captured.warm_up()
+    num_captures = captured.num_captures
+    rng = random.Random(3)
+    for _ in range(12):
+        batch = []
+        for slot in rng.sample(range(4), rng.randint(2, 4)):
+            tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))]
+            batch.append(NewRows(slot=slot, tokens=tokens, num_committed=len(tokens)))
+        for new, shared in zip(batch, captured.forward_batch(batch), strict=True):
+            expected = alone.forward(new.slot, new.tokens, num_committed=new.num_committed)
+            assert isinstance(shared, torch.Tensor)
+            assert (shared - expected).abs().max().item() <= 1e-4 * expected.abs().max().item()
+    assert captured.num_captures == num_captures
 
 
 def test_logits_on_the_gpu_are_those_of_the_cpu(cuda_lm: CausalLM, load_tiny: Callable[[str], CausalLM]) -> None:

@@ -291,3 +291,18 @@ def test_a_session_alone_is_drafted_ahead_and_one_among_others_is_not() -> None:
     draft.on_prefix(prefix(session="b"))
     parts, _ = draft.next_step(0.0)
     assert [part.num_ahead for part in parts] == [0, 0]
+
+
+def test_sessions_share_twice_the_rows_that_one_would_have() -> None:
+    """Ten children of the root each: four rows for one session alone, eight of all together beyond."""
+    rows = {}
+    for num_sessions in (1, 2, 4, 16):
+        draft = scheduler("tree:4x10", num_slots=16, max_rows=256)
+        for number in range(num_sessions):
+            draft.on_prefix(prefix(session=str(number)))
+        parts, _ = draft.next_step(0.0)
+        children = tuple(Child(token=token, logprob=-1.0 - token / 10) for token in range(10))
+        draft.on_step_done([DraftResult(children={ROOT: children})] * num_sessions, 0.0)
+        parts, _ = draft.next_step(0.0)
+        rows[num_sessions] = [len(part.nodes) for part in parts]
+    assert rows == {1: [4], 2: [4] * 2, 4: [2] * 4, 16: [2] * 16}

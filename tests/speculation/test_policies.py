@@ -55,6 +55,19 @@ def test_a_frame_goes_out_when_it_is_full_or_when_nothing_more_will_come() -> No
     assert not policy.flush(FlushState(num_unsent=0, can_grow=False))
 
 
+@pytest.mark.parametrize(("num_sessions", "cadence_s"), [(1, 0.010), (2, 0.010), (4, 0.020), (8, 0.040), (64, 0.040)])
+def test_frames_of_many_sessions_go_out_less_often_and_once_a_pass_at_least(
+    num_sessions: int, cadence_s: float
+) -> None:
+    policy = TreeGrowth(rows=2, num_children=3)
+    for since_s, due in ((cadence_s - 0.001, False), (cadence_s + 0.001, True)):
+        state = FlushState(
+            num_unsent=3, can_grow=True, num_live_sent=9, since_flush_s=since_s, verify_s=0.040,
+            num_sessions=num_sessions,
+        )  # fmt: skip
+        assert policy.flush(state) is due
+
+
 @pytest.mark.parametrize(
     "text",
     [
