@@ -70,6 +70,8 @@ NATIVE_GAMMA = 2
 NATIVE_ROWS = 16
 COST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_LENGTH = 1024
+NUM_TEXTS = 8
+"""Two of each kind: answers long enough that they do not consist of the first round trip."""
 
 
 async def ask_all(
@@ -299,7 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=["paced", "native", "simulated"])
     parser.add_argument("--numbers", nargs="+", type=int, default=list(NUMBERS), help="sessions at a time")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=80, help="tokens of an answer")
     parser.add_argument("--native-tokens", type=int, default=24, help="the same where the models run live")
     parser.add_argument("--tree", default="tree:16x4", help="growth of the pipeline")
     parser.add_argument("--live-tree", default="tree:4x4", help="the same where the drafter runs live on a CPU")
@@ -309,7 +311,7 @@ def main() -> int:
     args = parser.parse_args()
     began = time.monotonic()
     model = str(ensure_demo_checkpoint())
-    recordings = ensure_recordings(args.recordings, model)
+    recordings = ensure_recordings(args.recordings, model)[:NUM_TEXTS]
     curves, busy = asyncio.run(run_live(args, recordings, model))
     if "paced" in args.settings:
         for rows in ROWS:

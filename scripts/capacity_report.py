@@ -17,7 +17,8 @@ Curves = dict[str, list[Capacity]]
 """By "SETTING, SERVER": a point for each number of sessions."""
 WITHIN = 0.9
 LEAST_SHARE = 0.8
-MAX_ROWS_OF_BASELINE = 16
+FREE_ROWS = 16
+"""Rows that cost nothing at the paces of the benchmark."""
 
 
 def expected_ratio(gamma: int) -> float:
@@ -63,19 +64,18 @@ def goals_of(curves: Curves, gamma: int) -> list[Goal]:
     for name, by_number in ratios(curves).items():
         if name.startswith("native"):
             continue
-        if "synchronous" in name:
-            # Where its sessions wait for their round trips the target idles: what it can do shows at the end alone, and
-            # only where rows are scarce.
-            if f" {MAX_ROWS_OF_BASELINE} rows" not in name:
-                continue
-            by_number = dict(list(by_number.items())[-1:])
-        for number, ratio in by_number.items():
-            goals.append(
-                Goal(
-                    f"{name}: times as many sessions as a co-located server with {number}, at the same rate each",
-                    f">= {least:.2f} within 10 %", ratio, ratio >= WITHIN * least,
-                )
-            )  # fmt: skip
+        # Short of saturation the round trip decides how fast a session is, and the figures say so for each number. And
+        # while synchronous sessions wait for theirs the target idles, unless rows are scarce.
+        if "synchronous" in name and f" {FREE_ROWS} rows" not in name:
+            continue
+        ratio = list(by_number.values())[-1]
+        goals.append(
+            Goal(
+                f"{name}: times as many sessions as a co-located server with {list(by_number)[-1]}, at the same rate "
+                "each",
+                f">= {least:.2f} (1 + gamma t_d / t_v), within 10 %", ratio, ratio >= WITHIN * least,
+            )
+        )  # fmt: skip
     for name, curve in curves.items():
         if "pipeline" not in name:
             continue
