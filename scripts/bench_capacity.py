@@ -40,7 +40,6 @@ from relay.client import Delta
 from scripts.bench import (
     DRAFT_PACE,
     DRAFTER,
-    REFERENCE_TIMES,
     SYNCHRONOUS,
     TARGET_PACE,
     Configuration,
@@ -49,6 +48,7 @@ from scripts.bench import (
     say,
     start,
 )
+from scripts.bench_predict import REFERENCE_TIMES
 from scripts.capacity_load import Answered, Capacity, measured, shares
 from scripts.capacity_report import Curves, report
 from scripts.colocated import ColocatedServer
