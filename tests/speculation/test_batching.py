@@ -85,6 +85,8 @@ def test_nobody_starves_whatever_the_others_offer_and_however_they_come_and_go(
         served = ready[: len(shares)]
         assert sum(1 + len(share) for share in shares) <= max_rows
         assert served or not ready
+        for name, share in zip(served, shares, strict=True):
+            assert share == offered[name][: len(share)]
         turns.on_pass(served)
         for name in names:
             waited[name] = waited[name] + 1 if name in ready and name not in served else 0
