@@ -70,13 +70,21 @@ class Access:
         return [(stat.st_mtime, stat.st_size) for stat in stats]
 
     def _load(self) -> None:
-        # Before the reading: a file that changes meanwhile is read once more.
-        self._seen = self._look()
+        # Looked at before the reading: a file that changes meanwhile is read once more.
+        seen = self._look()
+        try:
+            self._read()
+        finally:
+            self._seen = seen
+
+    def _read(self) -> None:
         config = self._config
         if config.tls_cert is not None:
-            # Loading into the context that the listener has gives new handshakes the new certificate.
-            context = self.ssl_context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             try:
+                # Into one of its own first: a file that is half written would spoil the one that serves.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
+                # Loading into the context that the listener has gives new handshakes the new certificate.
+                context = self.ssl_context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                 context.load_cert_chain(config.tls_cert, config.tls_key)
             except ssl.SSLError as exc:
                 raise CredentialsError(f"--tls-cert {config.tls_cert}: {exc.reason or exc}") from None

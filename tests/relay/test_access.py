@@ -192,11 +192,22 @@ async def test_c046_tls_is_verified_and_a_private_authority_can_be_named(start_r
         await dial(url, secret=relay.secret, hello=hello("client"), ssl_context=ssl_context(url, None))
     with pytest.raises(LinkLost):
         await dial(relay.url, secret=relay.secret, hello=hello("client"))
+
+    async def replaced(new: bytes) -> None:
+        """Have the relay look at the file with these bytes in it."""
+        before = relay.server.access._seen
+        await asyncio.to_thread(served.write_bytes, new)
+        while relay.server.access._seen == before or relay.server.access._seen[0][1] != len(new):
+            await asyncio.to_thread(os.stat, served)
+
+    other = await asyncio.to_thread((tmp_path / "other.pem").read_bytes)
+    # A file that is half written spoils nothing: the key comes first in it, the certificate is not there yet.
+    await replaced(other[: other.index(b"-----BEGIN CERTIFICATE-----")])
+    await (await dial(url, secret=relay.secret, hello=hello("client"), ssl_context=trusting)).close()
+    await replaced(other[other.index(b"-----BEGIN CERTIFICATE-----") :])
+    await (await dial(url, secret=relay.secret, hello=hello("client"), ssl_context=trusting)).close()
     # The certificate is replaced by one of another host: new handshakes get it.
-    before = relay.server.access._seen
-    await asyncio.to_thread(lambda: served.write_bytes((tmp_path / "other.pem").read_bytes()))
-    while relay.server.access._seen == before:
-        await asyncio.to_thread(os.stat, served)
+    await replaced(other)
     with pytest.raises(LinkLost, match=r"certificate is not valid for '127\.0\.0\.1'"):
         await dial(url, secret=relay.secret, hello=hello("client"), ssl_context=trusting)
     assert trusting is not None

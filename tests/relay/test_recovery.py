@@ -39,6 +39,8 @@ VOCAB_SIZE = 128
 TARGET = hash_logits(VOCAB_SIZE, 3)
 MODEL = ModelIdentity(name="m", revision="1", tokenizer="ab" * 32, vocab_size=VOCAB_SIZE, context_length=512)
 PROMPT = (72, 105)
+UNHURRIED_S = 0.01
+"""A pass that leaves a drafter on a busy machine the time to follow."""
 SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=5, repetition_penalty=1.1, frequency_penalty=0.2)]
 
 
@@ -173,13 +175,13 @@ class Listener:
 async def test_c040_a_verify_node_that_dies_is_replaced_and_the_text_is_the_same(
     nodes: Nodes, client: StreamClient, sampling: Sampling, replacement: str
 ) -> None:
-    first = await nodes.verify("first")
+    first = await nodes.verify("first", pass_s=UNHURRIED_S)
     await nodes.draft()
     answer = Listener(client, sampling)
     await answer.reached(20)
-    second = await nodes.verify("second") if replacement == "is there" else None
+    second = await nodes.verify("second", pass_s=UNHURRIED_S) if replacement == "is there" else None
     await first.kill()
-    second = second or await nodes.verify("second")
+    second = second or await nodes.verify("second", pass_s=UNHURRIED_S)
     await answer.reached(70)
     assert second.num_sessions == 1
     await answer.whole(sampling)

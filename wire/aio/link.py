@@ -374,7 +374,7 @@ async def dial(
     except TimeoutError as exc:
         raise LinkLost(f"no relay answers at {shown_url} within {open_timeout_s:g} s") from exc
     except (OSError, InvalidHandshake, InvalidProxy, EOFError) as exc:
-        raise LinkLost(f"no relay answers at {shown_url}: {exc or type(exc).__name__}") from exc
+        raise LinkLost(f"no relay answers at {shown_url}: {str(exc).strip() or type(exc).__name__}") from exc
     now = asyncio.get_running_loop().time()
     connection = Connection.dialing(hello, now=now, handshake_timeout_s=open_timeout_s)
     link = Link(websocket, connection, max_queued_bytes=max_queued_bytes)
