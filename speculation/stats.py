@@ -1,4 +1,4 @@
-"""Acceptance statistics of a session, with each figure defined. The timing of a stream is its reader's (`relay/stream.py`).
+"""Acceptance statistics of a session, with each figure defined; the timing of a stream is in `relay/stream.py`.
 
 A *round* is a pass of the target that scored at least one candidate; the other passes are *plain*. Place i is the i-th
 token after the pending one. In a tree of candidates, a place is proposed once a round however many candidates it has:
