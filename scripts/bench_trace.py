@@ -110,7 +110,8 @@ def main() -> int:
             args.results, command="python scripts/bench_trace.py --run FOLDER --results docs/results/trace.json",
             packages=("orjson",), models={}, parameters={"rounds": NUM_ROUNDS, "run": "scripts/demo.py --keep FOLDER"},
             figures={"warnings of the report": joined.warnings(), "event_us": event_s * 1e6, "events": num_events,
-                     "passes": num_passes, "load average": os.getloadavg(), "pass_ms": busy_s / num_passes * 1e3, "cost_share": shares, "reading": reading},
+                     "passes": num_passes, "load average": os.getloadavg(), "pass_ms": busy_s / num_passes * 1e3,
+                     "cost_share": shares, "reading": reading},
             goals=goals,
         )  # fmt: skip
     return 0 if all(goal.met for goal in goals) else 1

@@ -45,7 +45,7 @@ def costs_of(path: Path) -> PassCosts:
         for file in trace_files(path):
             for line in file.read_bytes().splitlines():
                 event = orjson.loads(line)
-                # One of several sessions in a pass stands for all of it, since each tells the same times.
+                # Each session of a shared pass tells the times of all of it, so a median may take them all.
                 if event.get("event") == "verify":
                     seconds[event["pass_rows"]].append(event["compute_s"] + event["overhead_s"])
     except (OSError, ValueError, KeyError, TypeError) as exc:
