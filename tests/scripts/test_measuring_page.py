@@ -97,6 +97,6 @@ def test_every_command_of_the_page_runs(
         "report.json", "report.html", "rounds.svg", "bars.png", "bars.svg", "plan.svg", "link.json"
     }  # fmt: skip
     first_plan = next(text for line, text in said.items() if line.startswith("foredraft-plan"))
-    assert "+19.1%" in first_plan
+    assert "+18.8%" in first_plan
     assert "another run" in said["foredraft-report --verify verify.jsonl --tokens-per-s 28.10 --tokens-per-round 4.07"]
     assert "80.00" in said["foredraft-hop --matrix http://RELAY:8766"]
