@@ -36,8 +36,9 @@ class Finished:
         report: the verify node's figures of the session (of its last part, where another node took over).
         time_to_first_token_s: from the request to the first delta with text.
         tokens_per_s: tokens over the time from the request to the last of them.
-        time_per_output_token_s: from the first delta to the last, for each token but one.
-        num_chunks: deltas received.
+        time_per_output_token_s: from the first delta to the last, for each token but one: a delta may hold several, so
+            the gap between deltas is not it.
+        num_chunks: deltas received that held something.
     """
 
     finish_reason: str
@@ -95,11 +96,13 @@ class Stream:
             self.deliver(RequestFailed("gap", f"tokens from {delta.start} came when {num_tokens} was due"))
             return
         self.tokens.extend(delta.tokens)
-        self.num_chunks += 1
-        self.last_at = now
         self.lost_at = None
-        if self.first_at is None:
-            self.first_at = now
+        if delta.tokens or delta.text:
+            # An empty delta is no chunk: counted, it would begin the time per token before there is one.
+            self.num_chunks += 1
+            self.last_at = now
+            if self.first_at is None:
+                self.first_at = now
         if self.first_text_at is None and delta.text:
             self.first_text_at = now
         self.deliver(Delta(delta.text, delta.tokens, delta.start, delta.sources, delta.logprobs))

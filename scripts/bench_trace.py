@@ -9,6 +9,7 @@ takes come from there. The cost is processor time, of the writer's thread too: o
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -79,17 +80,19 @@ def read_a_million(folder: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder of a run's draft.jsonl and verify.jsonl")
+    parser.add_argument(
+        "--run", type=Path, required=True, help="folder of a run's draft.jsonl, relay.jsonl and verify.jsonl"
+    )
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     joined, shares = Joined(), {}
-    num_events = {name: read_trace(joined, name, args.run / f"{name}.jsonl") for name in ("draft", "verify")}
-    measured = joined.identity()
+    num_events = {name: read_trace(joined, name, args.run / f"{name}.jsonl") for name in ("draft", "relay", "verify")}
     num_passes = sum(one.num_passes for one in joined.sessions.values())
+    busy_s = sum(one.lasted_s for one in joined.sessions.values())
     with tempfile.TemporaryDirectory(prefix="foredraft-trace-") as name:
         event_s = cost_of_an_event_s(Path(name))
         for process, num in num_events.items():
-            shares[process] = event_s * num / num_passes / measured["round_s"]
+            shares[process] = event_s * num / busy_s
         reading = read_a_million(Path(name))
     unaccounted, worst = joined.unaccounted_share, max(shares.values())
     goals = [
@@ -106,8 +109,9 @@ def main() -> int:
         write_results(
             args.results, command="python scripts/bench_trace.py --run FOLDER --results docs/results/trace.json",
             packages=("orjson",), models={}, parameters={"rounds": NUM_ROUNDS, "run": "scripts/demo.py --keep FOLDER"},
-            figures={"event_us": event_s * 1e6, "events": num_events, "passes": num_passes,
-                     "pass_ms": measured["round_s"] * 1e3, "cost_share": shares, "reading": reading},
+            figures={"warnings of the report": joined.warnings(), "event_us": event_s * 1e6, "events": num_events,
+                     "passes": num_passes, "load average": os.getloadavg(), "pass_ms": busy_s / num_passes * 1e3,
+                     "cost_share": shares, "reading": reading},
             goals=goals,
         )  # fmt: skip
     return 0 if all(goal.met for goal in goals) else 1

@@ -47,7 +47,7 @@ def say(text: str) -> None:
 async def start_pipeline(parts: Parts, args: argparse.Namespace, model: str) -> dict[str, Part]:
     """Start the five processes; the two nodes load at the same time."""
     started = time.monotonic()
-    relay = await parts.start("relay", ["-m", "relay", "--port", "0"])
+    relay = await parts.start("relay", ["-m", "relay", "--port", "0", "--trace", str(parts.folder / "relay.jsonl")])
     legs = {}
     for leg in ("draft", "verify"):
         # Each frame between the nodes crosses two legs, and a round trip crosses each of them twice.

@@ -4,6 +4,8 @@
     foredraft-hop --connect HOST:7000                        # on the other
     foredraft-hop --connect HOST:7000 --model config.json --aux-layers 8,23,39,55,70 --tokens-per-cycle 3
 
+    foredraft-hop --matrix http://RELAY:8766                 # round trips between all nodes of a relay
+
 One request is under way at a time, since that is what a cycle waits for; bulk throughput is another figure. Ends with
 the fitted latency (there and back) and bandwidth, a verdict for each size, and what looks odd.
 """
@@ -15,12 +17,13 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,10 +31,12 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from websockets.asyncio.client import connect as connect_websocket
+from websockets.asyncio.connection import Connection
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websocket
 from websockets.exceptions import ConnectionClosed
 
+from scripts.hop_matrix import MatrixRefused, matrix_figures, matrix_text, node_hops, read_snapshots
 from scripts.hop_report import Samples, fit_hop, hop_rows, hop_text, model_payload_bytes, oddities
 from scripts.link_emulator import Address, parse_address
 from speculation.fits import FitRefused
@@ -45,6 +50,8 @@ MIN_SAMPLES, MAX_SAMPLES = 5, 200
 REPLY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 SCRATCH_BYTES = 1 << 20
+FRAGMENT_BYTES = 32 << 10
+"""Of a WebSocket message, as the nodes cut their frames: masking one piece then overlaps with the way of the last."""
 
 
 class HopError(Exception):
@@ -80,6 +87,12 @@ def answer_to(header: bytes) -> tuple[int, int]:
     if not (MIN_BYTES <= request_bytes <= MAX_BYTES and MIN_BYTES <= answer_bytes <= MAX_BYTES):
         raise HopError(f"sizes of a request must be {MIN_BYTES}..{MAX_BYTES}, got {request_bytes} and {answer_bytes}")
     return request_bytes, answer_bytes
+
+
+def fragments(message: bytes) -> Iterable[memoryview]:
+    """The pieces of a WebSocket message."""
+    view = memoryview(message)
+    return [view[start : start + FRAGMENT_BYTES] for start in range(0, len(view), FRAGMENT_BYTES)]
 
 
 @contextlib.asynccontextmanager
@@ -124,9 +137,20 @@ async def _answer_tcp(connection: socket.socket) -> None:
 
 async def _answer_websocket(websocket: ServerConnection) -> None:
     with contextlib.suppress(ConnectionClosed, HopError):
-        async for message in websocket:
-            _, answer_bytes = answer_to(message if isinstance(message, bytes) else b"")
-            await websocket.send(filler(answer_bytes))
+        while True:
+            header, num_bytes = await _receive_message(websocket)
+            request_bytes, answer_bytes = answer_to(header)
+            if num_bytes != request_bytes:
+                raise HopError(f"a request of {request_bytes} bytes came with {num_bytes}")
+            await websocket.send(fragments(filler(answer_bytes)))
+
+
+async def _receive_message(websocket: Connection) -> tuple[bytes, int]:
+    """Begin and size of the next message; the rest is not kept."""
+    header, num_bytes = b"", 0
+    async for piece in websocket.recv_streaming(decode=False):
+        header, num_bytes = header or piece[: HEADER.size], num_bytes + len(piece)
+    return header, num_bytes
 
 
 async def _receive(connection: socket.socket, num_bytes: int, scratch: bytearray) -> bytes:
@@ -161,10 +185,10 @@ async def connected(address: Address, over: str) -> AsyncIterator[Exchange]:
             ) as websocket:
 
                 async def exchange_websocket(request_bytes: int, answer_bytes: int) -> None:
-                    await websocket.send(request(request_bytes, answer_bytes))
-                    got = await websocket.recv()
-                    if len(got) != answer_bytes:
-                        raise HopError(f"asked for {answer_bytes} bytes, got {len(got)}: not a hop bench of this kind")
+                    await websocket.send(fragments(request(request_bytes, answer_bytes)))
+                    _, got = await _receive_message(websocket)
+                    if got != answer_bytes:
+                        raise HopError(f"asked for {answer_bytes} bytes, got {got}: not a hop bench of this kind")
 
                 yield exchange_websocket
     except (OSError, EOFError, ConnectionClosed) as exc:
@@ -301,6 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     side = parser.add_mutually_exclusive_group(required=True)
     side.add_argument("--listen", type=parse_address, metavar="HOST:PORT", help="answer; port 0: any")
     side.add_argument("--connect", type=parse_address, metavar="HOST:PORT", help="measure")
+    side.add_argument("--matrix", metavar="URL", help="the relay's HTTP side; FOREDRAFT_SECRET holds an admin's secret")
+    parser.add_argument("--snapshots", type=int, default=5, help="of --matrix, one a second")
     parser.add_argument("--over", choices=["tcp", "ws"], default="tcp", help="the same on both sides")
     parser.add_argument("--sizes", type=_numbers(int), default=SIZES, help="bytes, 16 to 16 MiB")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and direction")
@@ -313,11 +339,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     try:
-        if args.listen:
+        if args.matrix:
+            if args.snapshots < 1:
+                parser.error(f"--snapshots must be at least 1, got {args.snapshots}")
+            snapshots = read_snapshots(args.matrix, os.environ.get("FOREDRAFT_SECRET", ""), args.snapshots)
+            matrix = matrix_figures(node_hops(snapshots))
+            print(json.dumps(matrix) if args.json else matrix_text(matrix))
+        elif args.listen:
             asyncio.run(listen(args.listen, args.over))
         else:
             asyncio.run(bench(args, _sizes(args)))
-    except (HopError, FitRefused, TimeoutError) as exc:
+    except (HopError, MatrixRefused, FitRefused, TimeoutError) as exc:
         print(f"hop: {exc or 'no answer in time'}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as exc:

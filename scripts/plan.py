@@ -23,6 +23,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.plan_measured import costs_of, link_of
 from speculation.breakeven import (
     Link,
     Relocation,
@@ -278,9 +279,13 @@ def _parser() -> argparse.ArgumentParser:
     rate.add_argument("--tokens-per-cycle", type=float, help="of the same run as --cycle-ms")
     cycle.add_argument("--gamma", type=int, default=8, help="tokens drafted in a cycle")
     cycle.add_argument("--acceptance", type=float, help="chance that a candidate is the target's token")
-    cycle.add_argument("--verify-costs", type=_costs, help="ROWS:MS,...; default: flat, the cycle less what is freed")
+    costs = cycle.add_mutually_exclusive_group()
+    costs.add_argument("--verify-trace", type=Path, help="measured: a verify node's --trace, with passes over one row")
+    costs.add_argument("--verify-costs", type=_costs, help="ROWS:MS,...; default: flat, the cycle less what is freed")
     link = parser.add_argument_group("the link; there and back")
-    link.add_argument("--hop-ms", type=float, help="as measured with the payload, instead of the next two")
+    hop = link.add_mutually_exclusive_group()
+    hop.add_argument("--hop-ms", type=float, help="as measured with the payload, instead of the next two")
+    hop.add_argument("--link", type=Path, help="measured: what foredraft-hop --json printed, instead of the next two")
     link.add_argument("--latency-ms", type=float, default=0.0)
     link.add_argument("--rate-mbit", type=float, help="default: unlimited")
     link.add_argument("--payload-bytes", type=float, default=0.0, help="of a cycle")
@@ -313,11 +318,16 @@ def inputs_of(args: argparse.Namespace) -> Inputs:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value:g}")
     if args.rate_mbit == 0:
         raise ValueError("--rate-mbit must be positive, got 0: leave it out for an unlimited link")
-    if args.hop_ms is not None:
+    if args.link and (args.latency_ms or args.rate_mbit):
+        raise ValueError("--link brings latency and rate: leave --latency-ms and --rate-mbit out")
+    if args.link:
+        link = link_of(args.link)
+    elif args.hop_ms is not None:
         link = Link(latency_s=args.hop_ms / 1e3)
     else:
         link = Link(latency_s=args.latency_ms / 1e3, rate_bytes_per_s=args.rate_mbit and args.rate_mbit * 1e6 / 8)
-    costs = args.verify_costs or PassCosts({1: cycle_s - relocation.freed_s})
+    measured = costs_of(args.verify_trace) if args.verify_trace else args.verify_costs
+    costs = measured or PassCosts({1: cycle_s - relocation.freed_s})
     return Inputs(
         relocation=relocation, num_drafted=args.gamma, acceptance=args.acceptance, costs=costs, link=link,
         num_bytes=0.0 if args.hop_ms is not None else args.payload_bytes,

@@ -25,8 +25,10 @@ if __package__ in (None, ""):
 from scripts.report_pictures import bars_svg, page, waterfall_svg
 from speculation.identity import worked_example
 from speculation.ledger import PARTS
-from speculation.trace_join import Joined
+from speculation.trace_join import NUM_SHOWN, Joined
 from wire.aio.trace import trace_files
+
+MOST_SESSIONS = 20
 
 
 class TraceUnreadable(ValueError):
@@ -58,6 +60,37 @@ def read_trace(joined: Joined, process: str, path: Path) -> int:
     return num_lines
 
 
+def sessions_lines(sessions: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each of the first MOST_SESSIONS sessions that have passes; nothing for a single one."""
+    known = [(name, one) for name, one in sessions.items() if one["passes"]]
+    if len(known) < 2:
+        return []
+    lines = [
+        f"{'session':34}{'tokens':>8}{'passes':>8}{'rounds':>8}{'tok/pass':>10}{'pass ms':>9}{'tok/s':>8}  sources"
+    ]
+    for name, one in known[:MOST_SESSIONS]:
+        sources = ", ".join(f"{source} {num}" for source, num in one["tokens_by_source"].items() if num)
+        lines.append(
+            f"{name[:32]:34}{one['tokens']:8}{one['passes']:8}{one['rounds']:8}{one['tokens_per_pass']:10.3f}"
+            f"{one['pass_ms']:9.2f}{one['tokens_per_s'] or 0:8.2f}  {sources}"
+        )
+    if len(known) > MOST_SESSIONS:
+        lines.append(f"... and {len(known) - MOST_SESSIONS} more; --json has them all")
+    return lines
+
+
+def rounds_lines(shown: Sequence[tuple[str, int, float, Sequence[float]]]) -> list[str]:
+    """A line for each round: its parts in milliseconds, in the order of PARTS."""
+    lines = ["ms of each round: " + ", ".join(f"{index} {name}" for index, name in enumerate(PARTS, 1))]
+    lines.append(
+        f"{'session':12}{'frame':>6}{'total':>9}" + "".join(f"{index:>8}" for index in range(1, len(PARTS) + 1))
+    )
+    for session, frame, _, parts in shown:
+        values = "".join(f"{value * 1e3:8.2f}" for value in parts)
+        lines.append(f"{session[:10]:12}{frame:6}{sum(parts) * 1e3:9.2f}{values}")
+    return lines
+
+
 def report_text(figures: Mapping[str, Any]) -> str:
     """The tables, for people."""
     lines = []
@@ -81,15 +114,17 @@ def report_text(figures: Mapping[str, Any]) -> str:
     if figures["tokens_by_source"]:
         total = sum(figures["tokens_by_source"].values())
         shares = (f"{name} {num} ({num / total:.0%})" for name, num in figures["tokens_by_source"].items() if total)
-        lines.append("tokens by source: " + ", ".join(shares))
+        lines.append("tokens by source, of sessions with candidates if there are any: " + ", ".join(shares))
     if figures["acceptance_by_position"]:
         rates = (f"{place}: {rate:.2f}" for place, rate in figures["acceptance_by_position"].items())
         lines.append("acceptance by position, mean over sessions by their rounds: " + ", ".join(rates))
-    if identity := figures["identity"]:
-        lines.append(
-            f"tokens/s {identity['tokens_per_s']:.2f} = {identity['tokens_per_round']:.3f} tokens a pass / "
-            f"{identity['round_s'] * 1e3:.2f} ms, of the same passes"
-        )
+    for name, identity in (("with candidates", "identity"), ("target alone", "identity_target_alone")):
+        if found := figures[identity]:
+            lines.append(
+                f"{name}: tokens/s {found['tokens_per_s']:.2f} = {found['tokens_per_round']:.3f} tokens a pass / "
+                f"{found['round_s'] * 1e3:.2f} ms, of the same passes ({found['sessions']} sessions)"
+            )
+    lines += sessions_lines(figures["by_session"])
     return "\n".join([*lines, *(f"warning: {warning}" for warning in figures["warnings"])])
 
 
@@ -123,6 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens-per-s", type=float, help="a figure to check against the run")
     parser.add_argument("--tokens-per-round", type=float, help="a figure to check against the run")
     parser.add_argument("--round-ms", type=float, help="a figure to check against the run")
+    parser.add_argument("--session", help="only this one; its name may be cut short")
+    parser.add_argument(
+        "--rounds", type=int, default=0, metavar="N", help=f"also print each of the first N rounds, {NUM_SHOWN} at most"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--html", type=Path, help="write one self-contained page")
     parser.add_argument("--plot", type=Path, action="append", default=[], help="stacked bars, .png or .svg; repeatable")
@@ -148,13 +187,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: value for name, value in claims.items() if value is not None}
     if wrong := [f"{name} {value:g}" for name, value in given.items() if value <= 0]:
         parser.error(f"figures to check must be positive, got {', '.join(wrong)}")
-    joined = Joined()
+    if not 0 <= args.rounds <= NUM_SHOWN:
+        parser.error(f"--rounds must be 0..{NUM_SHOWN}, got {args.rounds}")
+    joined = Joined(only=args.session or "")
     try:
         for process, path in traces.items():
             read_trace(joined, process, path)
         figures = joined.figures()
         figures["warnings"] += joined.check_claims(**given)
+        if args.session and not joined.sessions:
+            raise TraceUnreadable(f"--session: no session of these traces begins with {args.session}")
         text = report_text(figures)
+        if args.rounds:
+            text = "\n".join([*rounds_lines(joined.shown[: args.rounds]), text])
         print(text)
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -4,14 +4,11 @@ A round is one frame of candidates: from the start of its drafting to the moment
 it has been applied, all on the draft node's clock. The verify node and the relay contribute durations of their own
 clocks, so clock skew cannot matter. The time on the wire is split by round trips that each node measures against
 the relay: a frame up or down takes half of each. What the parts do not add up to is *unaccounted*.
-
-A session at the verify node is a row of passes; `session_parts` splits its time in the same spirit.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from wire.messages import RoundTiming
@@ -31,7 +28,6 @@ PARTS = (
     "apply",
     "unaccounted",
 )
-SESSION_PARTS = ("pass compute", "runner overhead", "scheduling", "waiting", "unaccounted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,48 +128,6 @@ class Ledger:
         median_total = statistics.median(self.totals)
         lines.append(f"{f'{self.num_rounds} rounds':28}{mean_total * 1e3:9.2f}{median_total * 1e3:9.2f}{1:8.1%}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassTiming:
-    """One pass of a session, in seconds of the verify node's clock.
-
-    Attributes:
-        began_at, done_at: handed to the runner; its result was taken.
-        compute_s, overhead_s: the model's and the runner's own share of that, as in `VerifyResult`.
-        waited_s: how long before began_at the session waited: for the model, or for candidates.
-    """
-
-    began_at: float
-    done_at: float
-    compute_s: float
-    overhead_s: float
-    waited_s: float = 0.0
-
-
-def session_parts(passes: Sequence[PassTiming], *, started_at: float, ended_at: float) -> dict[str, float]:
-    """Split started_at..ended_at of one session by the names of SESSION_PARTS, in seconds; they add up to it.
-
-    Scheduling is the way into the model's thread and back, through the event loop. Unaccounted is what happens
-    between passes and is no wait: taking results, sending, choosing rows.
-
-    Raises:
-        ValueError: the passes overlap, are out of order, or lie outside started_at..ended_at.
-    """
-    last = started_at
-    for timing in passes:
-        if not last <= timing.began_at <= timing.done_at <= ended_at:
-            raise ValueError(
-                f"a pass must lie within {last:g}..{ended_at:g} s, got {timing.began_at:g}..{timing.done_at:g} s"
-            )
-        last = timing.done_at
-    compute_s = sum(timing.compute_s for timing in passes)
-    overhead_s = sum(timing.overhead_s for timing in passes)
-    in_passes_s = sum(timing.done_at - timing.began_at for timing in passes)
-    waited_s = sum(timing.waited_s for timing in passes)
-    values = [compute_s, overhead_s, in_passes_s - compute_s - overhead_s, waited_s]
-    values.append(ended_at - started_at - sum(values))
-    return dict(zip(SESSION_PARTS, values, strict=True))
 
 
 def round_rate(*, tokens_per_round: float, round_s: float) -> float:

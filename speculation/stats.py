@@ -1,4 +1,4 @@
-"""Acceptance statistics of a session, and the timing of a stream, with each figure defined.
+"""Acceptance statistics of a session, with each figure defined; the timing of a stream is in `relay/stream.py`.
 
 A *round* is a pass of the target that scored at least one candidate; the other passes are *plain*. Place i is the i-th
 token after the pending one. In a tree of candidates, a place is proposed once a round however many candidates it has:
@@ -142,58 +142,3 @@ class SessionStats:
             if rate is not None:
                 figures[f"acceptance_at_{place}"] = rate
         return figures
-
-
-@dataclass(slots=True)
-class StreamTiming:
-    """Timing of a stream as its reader sees it; all times are seconds of one clock.
-
-    Attributes:
-        num_chunks: from the first with text on, those with neither tokens nor text left out.
-    """
-
-    started_at: float
-    num_tokens: int = 0
-    num_chunks: int = 0
-    first_text_at: float | None = None
-    last_at: float | None = None
-
-    def on_chunk(self, *, num_tokens: int, has_text: bool, now: float) -> None:
-        """A chunk has arrived; one without text (a role, a held-back character) does not end the wait for text."""
-        if num_tokens == 0 and not has_text:
-            return
-        self.num_tokens += num_tokens
-        self.last_at = now
-        if has_text and self.first_text_at is None:
-            self.first_text_at = now
-        if self.first_text_at is not None:
-            self.num_chunks += 1
-
-    @property
-    def time_to_first_token_s(self) -> float | None:
-        """Until the first chunk with text."""
-        return None if self.first_text_at is None else self.first_text_at - self.started_at
-
-    @property
-    def time_per_output_token_s(self) -> float | None:
-        """(last - first) / (tokens - 1): a chunk may hold several tokens, so gaps between chunks are not it.
-
-        None below two tokens. First and last are chunks; first is the first with text.
-        """
-        if self.first_text_at is None or self.last_at is None or self.num_tokens < 2:
-            return None
-        return (self.last_at - self.first_text_at) / (self.num_tokens - 1)
-
-    @property
-    def mean_chunk_gap_s(self) -> float | None:
-        """(last - first) / (chunks - 1), with the first chunk that had text."""
-        if self.first_text_at is None or self.last_at is None or self.num_chunks < 2:
-            return None
-        return (self.last_at - self.first_text_at) / (self.num_chunks - 1)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """All tokens over the time from the request to the last of them."""
-        if self.last_at is None or self.last_at <= self.started_at:
-            return None
-        return self.num_tokens / (self.last_at - self.started_at)

@@ -20,6 +20,7 @@ from typing import Any
 
 from speculation.identity import identity_warning
 from speculation.ledger import PARTS
+from wire.messages import SOURCES
 
 NUM_SHOWN = 40
 UNACCOUNTED_GOAL = 0.02
@@ -51,15 +52,33 @@ def round_parts_s(event: Mapping[str, Any]) -> list[float]:
 
 @dataclass(slots=True)
 class SessionTrace:
-    """What is known of one session."""
+    """What is known of one session; `num_scored` are its passes that had candidates."""
 
     num_rounds: int = 0
     last_applied_at: float = float("-inf")
     num_passes: int = 0
+    num_scored: int = 0
     num_tokens: int = 0
     began_at: float | None = None
     ended_at: float = 0.0
     report: Mapping[str, float] | None = None
+
+    @property
+    def tokens_by_source(self) -> dict[str, int]:
+        """Of its closing record; empty without one."""
+        report = self.report or {}
+        return {name: int(report[f"tokens_{name}"]) for name in SOURCES if f"tokens_{name}" in report}
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens of its passes, less what a stop or a limit cut off the last of them."""
+        sources = self.tokens_by_source
+        return min(self.num_tokens, sum(sources.values())) if sources else self.num_tokens
+
+    @property
+    def lasted_s(self) -> float:
+        """From the start of its first pass to the end of its last, on the verify node's clock."""
+        return self.ended_at - self.began_at if self.began_at is not None else 0.0
 
 
 @dataclass(slots=True)
@@ -69,7 +88,9 @@ class Joined:
     Attributes:
         columns: seconds of each part, one entry for each round.
         path_s: time of each part on the path, in the order of PARTS.
+        idle_s: between a session's rounds, when none of its own was on the path.
         shown: the first rounds, for the waterfall: session, frame, start on the draft node's clock, parts.
+        only: beginning of the names of the sessions that count; empty for all.
     """
 
     columns: list[array[float]] = field(default_factory=lambda: [array("d") for _ in PARTS])
@@ -80,12 +101,15 @@ class Joined:
     sessions: dict[str, SessionTrace] = field(default_factory=dict)
     relay_sessions: set[str] = field(default_factory=set)
     num_dropped: int = 0
+    only: str = ""
 
     def add(self, process: str, event: Mapping[str, Any]) -> None:
         """Take one event of the trace of "draft", "relay" or "verify"; kinds that say nothing here are passed over."""
         kind = event.get("event")
         if kind == "dropped":
             self.num_dropped += int(event["num_events"])
+        elif self.only and not str(event.get("session")).startswith(self.only):
+            return
         elif process == "draft" and kind == "round":
             self._on_round(event)
         elif process == "verify" and kind == "verify":
@@ -126,6 +150,7 @@ class Joined:
     def _on_pass(self, event: Mapping[str, Any]) -> None:
         session = self._session(event["session"])
         session.num_passes += 1
+        session.num_scored += event["num_rows"] > 1
         session.num_tokens += event["num_tokens"]
         if session.began_at is None:
             session.began_at = event["began"]
@@ -154,6 +179,10 @@ class Joined:
         for name, one in sorted(self.sessions.items()):
             if one.report is None or not one.num_passes:
                 continue
+            if one.num_tokens < (num := sum(one.tokens_by_source.values())):
+                found.append(
+                    f"session {name}: {num} tokens have a source, its passes in the trace have {one.num_tokens}"
+                )
             if one.report["passes"] != one.num_passes:
                 found.append(
                     f"session {name}: its closing record has {one.report['passes']:.0f} passes, the trace "
@@ -161,14 +190,19 @@ class Joined:
                 )
         return found
 
-    def identity(self) -> dict[str, float]:
-        """tokens/s and its two factors, all three over the same passes of the same sessions."""
-        counted = [one for one in self.sessions.values() if one.began_at is not None and one.ended_at > one.began_at]
-        passes, tokens = sum(one.num_passes for one in counted), sum(one.num_tokens for one in counted)
-        seconds = sum(one.ended_at - one.began_at for one in counted if one.began_at is not None)
+    def identity(self, *, alone: bool = False) -> dict[str, float]:
+        """tokens/s and its two factors, all three over the same passes of the same sessions.
+
+        Only sessions that had candidates count; or, `alone`, only those that had none: a baseline asked for on the
+        same nodes is another run. Of several sessions at a time it is what one of them got.
+        """
+        counted = [one for one in self.sessions.values() if one.lasted_s > 0 and (one.num_scored == 0) == alone]
+        passes, tokens = sum(one.num_passes for one in counted), sum(one.num_committed for one in counted)
+        seconds = sum(one.lasted_s for one in counted)
         if not counted:
             return {}
         return {
+            "sessions": len(counted),
             "tokens_per_s": tokens / seconds,
             "tokens_per_round": tokens / passes,
             "round_s": seconds / passes,
@@ -176,9 +210,10 @@ class Joined:
 
     def check_claims(self, **claims: float) -> list[str]:
         """Figures that somebody holds against this run (`tokens_per_s`, `tokens_per_round`, `round_s`)."""
-        measured = self.identity()
+        measured = self.identity() or self.identity(alone=True)
         if not measured or not claims:
             return []
+        del measured["sessions"]
         warning = identity_warning(**(measured | claims))
         return [warning] if warning else []
 
@@ -186,11 +221,12 @@ class Joined:
         """Everything, as JSON has it."""
         tokens: Counter[str] = Counter()
         weights: dict[int, list[tuple[float, float]]] = {}
+        candidates = any(one.num_scored for one in self.sessions.values())
         for one in self.sessions.values():
+            if one.num_scored or not candidates:
+                tokens.update(one.tokens_by_source)
             for name, value in (one.report or {}).items():
-                if name.startswith("tokens_") and name != "tokens_per_s":
-                    tokens[name.removeprefix("tokens_")] += int(value)
-                elif name.startswith("acceptance_at_"):
+                if name.startswith("acceptance_at_"):
                     place = int(name.removeprefix("acceptance_at_"))
                     weights.setdefault(place, []).append((value, (one.report or {})["rounds"]))
         sum_s, path_total = sum(self.totals), sum(self.path_s)
@@ -220,5 +256,20 @@ class Joined:
                 if sum(weight for _, weight in pairs)
             },
             "identity": self.identity(),
+            "identity_target_alone": self.identity(alone=True),
+            "by_session": {name: _session_figures(one) for name, one in self.sessions.items()},
             "warnings": self.warnings(),
         }
+
+
+def _session_figures(one: SessionTrace) -> dict[str, Any]:
+    return {
+        "rounds": one.num_rounds,
+        "passes": one.num_passes,
+        "passes_with_candidates": one.num_scored,
+        "tokens": one.num_committed,
+        "tokens_by_source": one.tokens_by_source,
+        "tokens_per_s": one.num_committed / one.lasted_s if one.lasted_s > 0 else None,
+        "tokens_per_pass": one.num_committed / one.num_passes if one.num_passes else None,
+        "pass_ms": one.lasted_s / one.num_passes * 1e3 if one.num_passes else None,
+    }

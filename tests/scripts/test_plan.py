@@ -77,3 +77,42 @@ def test_wrong_input_is_named(capsys: pytest.CaptureFixture[str], flags: list[st
         main([*SECOND, *flags])
     assert ended.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_measured_link_and_measured_passes_take_the_place_of_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link, trace = tmp_path / "hop.json", tmp_path / "verify.jsonl"
+    link.write_text(json.dumps({"latency_ms": 4.0, "rate_mbit": 100.0}))
+    passes = [(1, 0.030), (1, 0.031), (1, 0.900), (9, 0.040), (9, 0.042), (9, 0.041), (5, 9.0)]
+    trace.write_text(
+        "".join(
+            json.dumps({"event": "verify", "pass_rows": rows, "compute_s": s, "overhead_s": 0.001}) + "\n"
+            for rows, s in passes
+        )
+    )
+    flags = ["--link", str(link), "--payload-bytes", "50000", "--verify-trace", str(trace), "--seeds", "0"]
+    found = figures(capsys, *SECOND, *flags)
+    assert found["hop_ms"] == pytest.approx(4 + 4)
+    # A median: neither the pause of 900 ms nor the lone pass over five rows counts.
+    assert found["tokens_per_s"]["target only"] == pytest.approx(1 / 0.032)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "named"),
+    [
+        ("--link", "{}", "is not what foredraft-hop --json prints: 'latency_ms'"),
+        ("--link", '{"latency_ms": 0, "rate_mbit": null}', "latency_ms 0, rate_mbit None"),
+        ("--verify-trace", '{"event": "verify"}', "is not a verify node's trace: KeyError('pass_rows')"),
+        ("--verify-trace", "{}", "has fewer than 3 passes over one row"),
+    ],
+)
+def test_a_file_that_is_no_measurement_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, text: str, named: str
+) -> None:
+    path = tmp_path / "given"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        main([*SECOND, flag, str(path)])
+    assert f"{flag}: {path}" in (error := capsys.readouterr().err)
+    assert named in error

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     with_rounds.close()
     passes = TraceWriter(tmp_path / "verify.jsonl")
     for number in range(3):
-        passes.write("verify", 7.0 + number, session="<b>", began=6.0 + number, num_tokens=2)
+        passes.write("verify", 7.0 + number, session="<b>", began=6.0 + number, num_rows=4, num_tokens=2)
     report = {"passes": 3, "rounds": 3, "tokens_draft": 4, "tokens_plain": 2, "acceptance_at_1": 0.75}
     passes.write("session_ended", 9.0, session="<b>", reason="length", report=report)
     passes.close()
@@ -42,9 +42,9 @@ def test_tables_and_json_say_the_same(run: Path, capsys: pytest.CaptureFixture[s
     assert found["sum_s"] == pytest.approx(3 * 0.1303456789)
     assert found["path_s"] == pytest.approx(0.06 + 0.1303456789)
     assert found["overlapped_s"] == pytest.approx(found["sum_s"] - found["path_s"])
-    assert found["identity"] == pytest.approx({"tokens_per_s": 2, "tokens_per_round": 2, "round_s": 1})
+    assert found["identity"] == pytest.approx({"sessions": 1, "tokens_per_s": 2, "tokens_per_round": 2, "round_s": 1})
     assert "3 rounds: 0.391 s in sum, 0.190 s on the path, 0.201 s overlapped" in text
-    assert "tokens by source: draft 4 (67%), plain 2 (33%)" in text
+    assert "if there are any: draft 4 (67%), plain 2 (33%)" in text
     assert "acceptance by position, mean over sessions by their rounds: 1: 0.75" in text
 
 
@@ -53,6 +53,23 @@ def test_a_figure_of_another_run_is_warned_about(run: Path, capsys: pytest.Captu
     assert "another run" not in capsys.readouterr().out
     assert main(flags(run, "--tokens-per-s", "3.0")) == 0
     assert "taken from another run" in capsys.readouterr().out
+
+
+def test_each_round_and_one_session_can_be_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = TraceWriter(run / "verify2.jsonl")
+    other.write("verify", 1.0, session="other", began=0.5, num_rows=1, num_tokens=1)
+    other.close()
+    verify = run / "verify.jsonl"
+    verify.write_bytes(verify.read_bytes() + (run / "verify2.jsonl").read_bytes())
+    assert main(flags(run, "--rounds", "2")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("<b>  ") and "130.35" in line for line in lines) == 2
+    assert any(line.startswith("other  ") for line in lines)
+    assert any(line.startswith("target alone: tokens/s 2.00 = 1.000 tokens a pass / 500.00 ms") for line in lines)
+    assert main(flags(run, "--session", "<")) == 0
+    assert "other" not in capsys.readouterr().out
+    assert main(flags(run, "--session", "nobody")) == 1
+    assert "no session of these traces begins with nobody" in capsys.readouterr().err
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_came_from_the_traces(run: Path) -> None:
@@ -122,6 +139,7 @@ def test_the_worked_example_is_printed(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_wrong_flags_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, named in ((["--plot", "a.gif"], "--plot must end in .png or .svg, got a.gif"),
+                         (["--rounds", "41"], "--rounds must be 0..40, got 41"),
                          (["--round-ms", "0"], "figures to check must be positive, got round_s 0")):  # fmt: skip
         with pytest.raises(SystemExit):
             main(flags(run, *wrong))

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculation.ledger import (
-    PARTS,
-    SESSION_PARTS,
-    Ledger,
-    PassTiming,
-    Round,
-    network_cap,
-    round_rate,
-    session_parts,
-)
+from speculation.ledger import PARTS, Ledger, Round, network_cap, round_rate
 from wire.messages import RoundTiming
 
 
@@ -143,37 +132,3 @@ def test_the_first_measured_pipeline_adds_up() -> None:
 def test_a_round_that_takes_no_time_has_no_rate() -> None:
     with pytest.raises(ValueError, match="round_s must be positive, got 0"):
         round_rate(tokens_per_round=4.0, round_s=0.0)
-
-
-PASSES = [
-    PassTiming(began_at=10.0, done_at=10.040, compute_s=0.034, overhead_s=0.002),
-    PassTiming(began_at=10.041, done_at=10.080, compute_s=0.035, overhead_s=0.001),
-    PassTiming(began_at=10.100, done_at=10.130, compute_s=0.030, overhead_s=0.0, waited_s=0.018),
-]
-
-
-def test_the_time_of_a_session_is_split_by_name() -> None:
-    parts = session_parts(PASSES, started_at=10.0, ended_at=10.131)
-    assert list(parts) == list(SESSION_PARTS)
-    assert [value * 1e3 for value in parts.values()] == pytest.approx([99, 3, 7, 18, 4], abs=1e-6)
-
-
-def test_a_session_without_passes_is_unaccounted() -> None:
-    parts = session_parts([], started_at=1.0, ended_at=3.0)
-    assert parts.pop("unaccounted") == 2.0
-    assert set(parts.values()) == {0.0}
-
-
-@pytest.mark.parametrize(
-    "passes",
-    [
-        PASSES[::-1],
-        [PASSES[0], PASSES[0]],
-        [dataclasses.replace(PASSES[0], began_at=9.9)],
-        [dataclasses.replace(PASSES[0], done_at=10.2)],
-        [dataclasses.replace(PASSES[0], done_at=9.99)],
-    ],
-)
-def test_passes_that_cannot_be_of_one_session_are_an_error(passes: list[PassTiming]) -> None:
-    with pytest.raises(ValueError, match="a pass must lie within"):
-        session_parts(passes, started_at=10.0, ended_at=10.131)

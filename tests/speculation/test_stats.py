@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculation.stats import MAX_PLACES, SessionStats, StreamTiming
+from speculation.stats import MAX_PLACES, SessionStats
 from wire.messages import SOURCES, Done
 
 # Proposed depth, candidates accepted, whether the answer ended on the last of them. K changes 4, 2, 4; one round is cut
@@ -106,38 +106,3 @@ def test_more_accepted_than_proposed_is_an_error_and_counts_nothing(depth: int, 
     with pytest.raises(ValueError, match=f"0..{depth}, got {num_accepted}"):
         stats.on_pass(proposed_depth=depth, num_accepted=num_accepted, num_rows=3, cut=False)
     assert stats == SessionStats()
-
-
-def test_c078_time_per_token_is_not_the_gap_between_chunks() -> None:
-    timing = StreamTiming(started_at=50.0)
-    timing.on_chunk(num_tokens=0, has_text=False, now=50.05)  # the empty role chunk
-    for i in range(10):
-        timing.on_chunk(num_tokens=4, has_text=True, now=50.3 + i / 10)
-    assert timing.time_to_first_token_s == pytest.approx(0.3)
-    assert timing.time_per_output_token_s == pytest.approx(0.9 / 39)
-    assert timing.mean_chunk_gap_s == pytest.approx(0.1)
-    assert timing.tokens_per_s == pytest.approx(40 / 1.2)
-    assert (timing.num_tokens, timing.num_chunks) == (40, 10)
-
-
-def test_c078_tokens_without_text_do_not_end_the_wait_but_count() -> None:
-    timing = StreamTiming(started_at=0.0)
-    timing.on_chunk(num_tokens=1, has_text=False, now=1.0)  # half a character
-    assert timing.time_to_first_token_s is None
-    assert timing.time_per_output_token_s is None
-    timing.on_chunk(num_tokens=1, has_text=True, now=2.0)
-    timing.on_chunk(num_tokens=1, has_text=False, now=3.0)
-    timing.on_chunk(num_tokens=0, has_text=False, now=9.0)  # the final record
-    assert timing.time_to_first_token_s == 2.0
-    assert timing.time_per_output_token_s == 0.5
-    assert timing.mean_chunk_gap_s == 1.0
-    assert timing.tokens_per_s == 1.0
-
-
-def test_c078_one_token_has_no_time_per_token() -> None:
-    timing = StreamTiming(started_at=0.0)
-    assert timing.tokens_per_s is None
-    timing.on_chunk(num_tokens=1, has_text=True, now=2.0)
-    assert timing.time_per_output_token_s is None
-    assert timing.mean_chunk_gap_s is None
-    assert timing.tokens_per_s == 0.5

@@ -30,8 +30,10 @@ def traced(
     return {"event": "round", "now": finished.applied_at, "session": session, **asdict(finished)}
 
 
-def passed(session: str = "a", *, began: float, now: float, tokens: int) -> dict[str, Any]:
-    return {"event": "verify", "session": session, "began": began, "now": now, "num_tokens": tokens}
+def passed(session: str = "a", *, began: float, now: float, tokens: int, rows: int = 4) -> dict[str, Any]:
+    return {
+        "event": "verify", "session": session, "began": began, "now": now, "num_tokens": tokens, "num_rows": rows
+    }  # fmt: skip
 
 
 @given(durations, durations, durations, durations)
@@ -98,6 +100,43 @@ def test_the_identity_holds_on_the_same_passes_and_a_foreign_figure_is_named() -
     assert joined.check_claims(tokens_per_s=30.0) == []
     (warning,) = joined.check_claims(tokens_per_s=36.0)
     assert "taken from another run" in warning
+
+
+def test_a_baseline_on_the_same_nodes_is_another_run() -> None:
+    joined = Joined()
+    for n in range(4):
+        joined.add("verify", passed("with", began=n * 0.1, now=n * 0.1 + 0.1, tokens=3))
+        joined.add("verify", passed("alone", began=n * 0.05, now=n * 0.05 + 0.05, tokens=1, rows=1))
+    for name, source, num in (("with", "draft", 11), ("alone", "plain", 4)):
+        report = {"passes": 4, "rounds": 4, f"tokens_{source}": num}
+        joined.add("verify", {"event": "session_ended", "session": name, "report": report})
+    found = joined.figures()
+    # The stop cut one of the last pass's three tokens off.
+    assert found["identity"] == pytest.approx(
+        {"sessions": 1, "tokens_per_s": 11 / 0.4, "tokens_per_round": 11 / 4, "round_s": 0.1}
+    )
+    assert found["identity_target_alone"]["tokens_per_s"] == pytest.approx(20)
+    assert found["tokens_by_source"] == {"draft": 11}
+    assert found["warnings"] == []
+    assert joined.check_claims(tokens_per_s=11 / 0.4) == []
+    assert joined.check_claims(tokens_per_s=20) != []
+
+
+def test_tokens_with_a_source_that_no_pass_committed_are_noticed() -> None:
+    joined = Joined()
+    joined.add("verify", passed(began=0, now=1, tokens=2))
+    report = {"passes": 1, "rounds": 1, "tokens_draft": 3}
+    joined.add("verify", {"event": "session_ended", "session": "a", "report": report})
+    assert joined.warnings() == ["session a: 3 tokens have a source, its passes in the trace have 2"]
+
+
+def test_only_the_named_session_counts() -> None:
+    joined = Joined(only="a")
+    for name in ("a", "b"):
+        joined.add("draft", traced(name))
+        joined.add("verify", passed(name, began=0, now=1, tokens=2))
+    found = joined.figures()
+    assert (found["rounds"], list(found["by_session"])) == (1, ["a"])
 
 
 def test_traces_of_different_runs_are_noticed() -> None:
