@@ -26,7 +26,7 @@ if __package__ in (None, ""):
 
 from relay.client import Delta, Finished, StreamClient
 from scripts.demo_model import DemoModelError, ensure_demo_checkpoint
-from scripts.processes import Part, Parts, StartFailed
+from scripts.processes import ROOT, Part, Parts, StartFailed
 from scripts.results import Goal, write_results
 from speculation.ledger import Ledger, Round
 from wire.errors import WireError
@@ -34,6 +34,7 @@ from wire.messages import RoundTiming
 from wire.sampling import Sampling
 
 QUESTION = "Why is the sky blue? Explain it to a child, then name three other things that scatter light."
+TRAINED = ROOT / "models" / "smollm2-135m-drafter"
 RELAY_MEMORY_GOAL_MB = 80.0
 UNACCOUNTED_GOAL = 0.02
 SHADES = {"draft": "\x1b[32m", "local": "\x1b[36m", "plain": ""}
@@ -198,7 +199,10 @@ def report(
         Path(args.results),
         command="python scripts/demo.py --results docs/results/demo.json",
         packages=("torch", "transformers", "websockets", "orjson"),
-        models={"target": Path(model).name, "drafter": f"{Path(args.draft_model or model).name}, {args.drafter}"},
+        models={
+            "target": Path(model).name,
+            "drafter": f"{Path(args.draft_model or model).name}, {Path(args.drafter).name}",
+        },
         parameters={
             "rtt_ms": args.rtt_ms, "growth": args.growth, "max_tokens": args.max_tokens,
             "temperature": args.temperature, "seed": args.seed, "question": args.question,
@@ -220,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rtt-ms", type=float, default=86.0, help="draft node to verify node and back")
     parser.add_argument("--model", help="target checkpoint or hub id; default: SmolLM2-135M-Instruct from a package")
     parser.add_argument("--draft-model", help="drafter checkpoint or hub id; default: the target's")
-    parser.add_argument("--drafter", default="ngram", help="model, layers:N or ngram, see node_draft --help")
-    parser.add_argument("--growth", default="tree:8x4", help="see node_draft --help")
+    parser.add_argument("--drafter", help="see node_draft --help; default: the one trained for SmolLM2, else ngram")
+    parser.add_argument("--growth", default="tree:4x4", help="see node_draft --help")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--max-length", type=int, default=1024, help="most tokens of prompt and answer")
     parser.add_argument(
@@ -232,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", help="keep logs and traces in this folder")
     parser.add_argument("--results", help="write the figures to this file")
     args = parser.parse_args(argv)
+    # Without a --model the target is the one that the shipped drafter was trained for.
+    args.drafter = args.drafter or ("ngram" if args.model or args.draft_model else f"distilled:{TRAINED}")
     # A plain kill ends the demo as Ctrl-C does: with everything it started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
