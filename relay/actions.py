@@ -27,6 +27,7 @@ class DropReason(Enum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     UNKNOWN_PEER = "unknown_peer"
+    NO_PROBE_PEER = "no_probe_peer"
     SLOW_CONSUMER = "slow_consumer"
     NOT_ABOUT_A_SESSION = "not_about_a_session"
 

@@ -13,7 +13,7 @@ from relay.kept import KeptAnswer
 from relay.pairing import Peer, Session, choose_draft, choose_verify
 from wire.codec import decode, encode
 from wire.errors import ProtocolError
-from wire.messages import Cancel, Done, Error, OpenSession, Paired, Release, Serving, Tokenize
+from wire.messages import PROBE_PREFIX, Cancel, Done, Error, OpenSession, Paired, Release, Serving, Tokenize
 
 MAX_REASON_CHARS = 1000
 KEEP_S = 30.0
@@ -207,6 +207,22 @@ class Books:
         del self.peers[draft].sessions[session.id]
         session.draft = None
         return draft
+
+    def _session_of(self, node: Peer, session_id: str) -> Session | None:
+        """The session, if this node serves it; a frame for another is late, which is normal, and counted."""
+        session = self.sessions.get(session_id)
+        if session is not None and node.id in (session.verify, session.draft):
+            return session
+        self._drop(DropReason.UNKNOWN_SESSION if session is None else DropReason.NOT_PAIRED)
+        return None
+
+    def _probe(self, client: Peer, name: str, frame: bytes, now: float) -> list[Action]:
+        known = self.peers.values() if name.startswith(PROBE_PREFIX) else ()
+        for peer in known:
+            if peer.hello.name == name and peer.hello.role == "client" and peer.credential == client.credential:
+                return [Forward(peer.id, frame)]
+        text = f"no client {name} with the credential of {client.hello.name} takes probes here"
+        return self._fail(client, name, DropReason.NO_PROBE_PEER, "no_probe_peer", text)
 
     def _drop(self, reason: DropReason) -> list[Action]:
         self.drops[reason] += 1

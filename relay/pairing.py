@@ -24,6 +24,7 @@ class Peer:
 
     Attributes:
         group: peers with one credential have their sessions counted together.
+        credential: name of the one that it came with.
         rtt_s: measured round trip to it, None before the first.
         sessions: an ordered set.
     """
@@ -32,6 +33,7 @@ class Peer:
     hello: Hello
     group: str = ""
     max_sessions: int = MAX_SESSIONS_PER_CLIENT
+    credential: str = ""
     draining: bool = False
     num_malformed: int = 0
     rtt_s: float | None = None

@@ -9,6 +9,7 @@ session as opaque bytes; only what is rare (OpenSession, Resume, Cancel, Error, 
     client   Resume                 -                           the client gets what was committed meanwhile
     client   Tokenize               a verify node               a session of its own, without a draft node
     client   Cancel                 the session's verify node   the session ends with the Done that answers it
+    client   Probe                  the client of that name     nothing; it must have the same credential
     verify   TextDelta              the session's client        it is kept
     verify   Waiting                the session's client
     verify   Done, Tokenized, Error the session's client        the session ends
@@ -32,7 +33,7 @@ from collections.abc import Callable
 
 from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
 from relay.books import CLIENT_DUE, KEEP_S, MAX_KEPT_BYTES, MAX_REASON_CHARS, MOVE_DUE, TAKEOVER_WAIT_S, Books
-from relay.pairing import MAX_SESSIONS_PER_CLIENT, Peer, Session, choose_draft, choose_verify, fits_none
+from relay.pairing import MAX_SESSIONS_PER_CLIENT, Peer, choose_draft, choose_verify, fits_none
 from wire.codec import decode, peek
 from wire.connection import version_mismatch
 from wire.errors import ProtocolError
@@ -85,15 +86,17 @@ class Router(Books):
         *,
         group: str = "",
         max_sessions: int = MAX_SESSIONS_PER_CLIENT,
+        credential: str = "",
     ) -> list[Action]:
         """A peer has introduced itself. It is in, unless a ClosePeer for it comes back.
 
         Args:
             group, max_sessions: sessions of all clients of one group are held to this limit together; "" is no group.
+            credential: what the peer came with; probes go between clients of the same one.
         """
         if peer_id in self.peers:
             raise ValueError(f"peer {peer_id} is connected already")
-        peer = Peer(peer_id, hello, group or peer_id, max_sessions)
+        peer = Peer(peer_id, hello, group or peer_id, max_sessions, credential)
         if hello.protocol != PROTOCOL_VERSION:
             return [ClosePeer(peer_id, "version", version_mismatch(hello, self.serving())[:MAX_REASON_CHARS])]
         if self.draining:
@@ -363,14 +366,6 @@ class Router(Books):
         assert session.verify is not None, "who has no verify node has no draft node"
         return [Forward(session.verify, frame), *self._pair_waiting()]
 
-    def _session_of(self, node: Peer, session_id: str) -> Session | None:
-        """The session, if this node serves it; a frame for another is late, which is normal, and counted."""
-        session = self.sessions.get(session_id)
-        if session is not None and node.id in (session.verify, session.draft):
-            return session
-        self._drop(DropReason.UNKNOWN_SESSION if session is None else DropReason.NOT_PAIRED)
-        return None
-
     def _malformed(self, peer: Peer, drop: DropReason, code: str, reason: str, now: float) -> list[Action]:
         self.drops[drop] += 1
         peer.num_malformed += 1
@@ -386,6 +381,7 @@ _HANDLERS: dict[tuple[str, str], _Handler] = {
     ("client", "tokenize"): Router._open,
     ("client", "resume"): Router._resume,
     ("client", "cancel"): Router._cancel,
+    ("client", "probe"): Router._probe,
     ("verify", "text_delta"): Router._to_client,
     ("verify", "waiting"): Router._waiting,
     ("verify", "done"): Router._done,

@@ -188,6 +188,7 @@ class RelayServer:
             else:
                 self.identities[peer_id] = renewed
                 peer.max_sessions = renewed.credential.max_sessions or MAX_SESSIONS_PER_CLIENT
+                peer.credential = renewed.credential.name
                 link.pace = self.access.pace(renewed, now)
 
     async def _on_websocket(self, websocket: WebSocket, identity: object) -> None:
@@ -244,6 +245,7 @@ class RelayServer:
             now,
             group=credential.name if credential.max_sessions else "",
             max_sessions=credential.max_sessions or MAX_SESSIONS_PER_CLIENT,
+            credential=credential.name,
         )
         refusal = next((a for a in actions if isinstance(a, ClosePeer) and a.peer == peer_id), None)
         if refusal is not None:
@@ -265,6 +267,8 @@ class RelayServer:
             max_frame_bytes=MAX_FRAME_BYTES,
             ping_interval_s=self.config.ping_interval_s,
             ping_timeout_s=self.config.ping_timeout_s,
+            frames_per_s=credential.frames_per_s or 0.0,
+            bytes_per_s=credential.bytes_per_s or 0.0,
         )
         # Frames that others send to the peer meanwhile wait in its queue: the Welcome is first.
         await link.accept(welcome)

@@ -19,7 +19,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.hop import connected, figures_of, measure
+from scripts.hop import figures_of, measure
+from scripts.hop_exchange import connected
 from scripts.processes import Parts
 from scripts.results import Goal, write_results
 

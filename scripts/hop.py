@@ -1,8 +1,11 @@
-"""What a hop costs: requests of many sizes, one at a time, over TCP with TCP_NODELAY or over a WebSocket.
+"""What a hop costs: requests of many sizes, one at a time, over TCP with TCP_NODELAY, a WebSocket or a relay.
 
     foredraft-hop --listen 127.0.0.1:7000                    # on one machine
     foredraft-hop --connect HOST:7000                        # on the other
     foredraft-hop --connect HOST:7000 --model config.json --aux-layers 8,23,39,55,70 --tokens-per-cycle 3
+
+    foredraft-hop --listen wss://RELAY:8765                  # through a relay: both ends dial it, as its clients
+    foredraft-hop --connect wss://RELAY:8765
 
     foredraft-hop --matrix http://RELAY:8766                 # round trips between all nodes of a relay
 
@@ -15,204 +18,57 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import signal
-import socket
-import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from websockets.asyncio.client import connect as connect_websocket
-from websockets.asyncio.connection import Connection
-from websockets.asyncio.server import ServerConnection
-from websockets.asyncio.server import serve as serve_websocket
-from websockets.exceptions import ConnectionClosed
-
+from scripts.hop_exchange import MIN_BYTES, Exchange, HopError, connected, listening, request
 from scripts.hop_matrix import MatrixRefused, matrix_figures, matrix_text, node_hops, read_snapshots
+from scripts.hop_relay import RelayAddress, RelayExchange, answering, through
 from scripts.hop_report import Samples, fit_hop, hop_rows, hop_text, model_payload_bytes, oddities
 from scripts.link_emulator import Address, parse_address
 from speculation.fits import FitRefused
 
-HEADER = struct.Struct("!II")  # bytes of the request with its header, bytes of the answer
-MIN_BYTES = 16
-MAX_BYTES = 16 << 20
 SIZES = tuple(4**power for power in range(2, 13))
 WARM_UP = 3
 MIN_SAMPLES, MAX_SAMPLES = 5, 200
 REPLY_TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 10.0
-SCRATCH_BYTES = 1 << 20
-FRAGMENT_BYTES = 32 << 10
-"""Of a WebSocket message, as the nodes cut their frames: masking one piece then overlaps with the way of the last."""
 
-
-class HopError(Exception):
-    """The other side cannot be reached, or does not answer as a hop bench does."""
-
-
-class Exchange(Protocol):
-    """One connection: sends a request and returns when the whole answer is there."""
-
-    async def __call__(self, request_bytes: int, answer_bytes: int) -> None: ...
-
-
-@functools.lru_cache(maxsize=4)
-def filler(num_bytes: int) -> bytes:
-    """So many zeros; kept, since making them is not the link's time."""
-    return bytes(num_bytes)
-
-
-@functools.lru_cache(maxsize=4)
-def request(request_bytes: int, answer_bytes: int) -> bytes:
-    """A request of exactly so many bytes, which asks for an answer of so many."""
-    for name, value in (("request", request_bytes), ("answer", answer_bytes)):
-        if not MIN_BYTES <= value <= MAX_BYTES:
-            raise ValueError(f"{name} must have {MIN_BYTES}..{MAX_BYTES} bytes, got {value}")
-    return HEADER.pack(request_bytes, answer_bytes).ljust(request_bytes, b"\0")
-
-
-def answer_to(header: bytes) -> tuple[int, int]:
-    """Sizes of a request and its answer. Raises `HopError` for what no request begins with."""
-    if len(header) < HEADER.size:
-        raise HopError(f"a request has at least {HEADER.size} bytes, got {len(header)}")
-    request_bytes, answer_bytes = HEADER.unpack_from(header)
-    if not (MIN_BYTES <= request_bytes <= MAX_BYTES and MIN_BYTES <= answer_bytes <= MAX_BYTES):
-        raise HopError(f"sizes of a request must be {MIN_BYTES}..{MAX_BYTES}, got {request_bytes} and {answer_bytes}")
-    return request_bytes, answer_bytes
-
-
-def fragments(message: bytes) -> Iterable[memoryview]:
-    """The pieces of a WebSocket message."""
-    view = memoryview(message)
-    return [view[start : start + FRAGMENT_BYTES] for start in range(0, len(view), FRAGMENT_BYTES)]
-
-
-@contextlib.asynccontextmanager
-async def listening(address: Address, over: str) -> AsyncIterator[int]:
-    """Answer requests while the block lasts; gives the port."""
-    if over == "tcp":
-        listener = socket.create_server(address)
-        listener.setblocking(False)
-        accepting = asyncio.create_task(_accept(listener), name="hop accept")
-        with listener:
-            try:
-                yield int(listener.getsockname()[1])
-            finally:
-                accepting.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await accepting
-    else:
-        async with serve_websocket(
-            _answer_websocket, *address, compression=None, max_size=MAX_BYTES, ping_interval=None
-        ) as websockets:
-            yield int(next(iter(websockets.sockets)).getsockname()[1])
-
-
-async def _accept(listener: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    async with asyncio.TaskGroup() as tasks:
-        while True:
-            connection, _ = await loop.sock_accept(listener)
-            tasks.create_task(_answer_tcp(connection), name="hop answer")
-
-
-async def _answer_tcp(connection: socket.socket) -> None:
-    loop, scratch = asyncio.get_running_loop(), bytearray(SCRATCH_BYTES)
-    with connection:
-        _set_up(connection)
-        with contextlib.suppress(EOFError, OSError, HopError):
-            while True:
-                request_bytes, answer_bytes = answer_to(await _receive(connection, HEADER.size, scratch))
-                await _receive(connection, request_bytes - HEADER.size, scratch)
-                await loop.sock_sendall(connection, filler(answer_bytes))
-
-
-async def _answer_websocket(websocket: ServerConnection) -> None:
-    with contextlib.suppress(ConnectionClosed, HopError):
-        while True:
-            header, num_bytes = await _receive_message(websocket)
-            request_bytes, answer_bytes = answer_to(header)
-            if num_bytes != request_bytes:
-                raise HopError(f"a request of {request_bytes} bytes came with {num_bytes}")
-            await websocket.send(fragments(filler(answer_bytes)))
-
-
-async def _receive_message(websocket: Connection) -> tuple[bytes, int]:
-    """Begin and size of the next message; the rest is not kept."""
-    header, num_bytes = b"", 0
-    async for piece in websocket.recv_streaming(decode=False):
-        header, num_bytes = header or piece[: HEADER.size], num_bytes + len(piece)
-    return header, num_bytes
-
-
-async def _receive(connection: socket.socket, num_bytes: int, scratch: bytearray) -> bytes:
-    """Take so many bytes off the socket; gives the last piece. They are not kept: copying is not the link's time."""
-    loop, got = asyncio.get_running_loop(), 0
-    room, num = memoryview(scratch), 0
-    while got < num_bytes:
-        num = await loop.sock_recv_into(connection, room[: min(len(room), num_bytes - got)])
-        if num == 0:
-            raise EOFError("the connection was closed")
-        got += num
-    return bytes(room[: min(num, HEADER.size)])
-
-
-@contextlib.asynccontextmanager
-async def connected(address: Address, over: str) -> AsyncIterator[Exchange]:
-    """A connection to a listening hop bench. Raises `HopError` when there is none."""
-    try:
-        if over == "tcp":
-            loop, scratch = asyncio.get_running_loop(), bytearray(SCRATCH_BYTES)
-            with await asyncio.to_thread(socket.create_connection, address, CONNECT_TIMEOUT_S) as connection:
-                _set_up(connection)
-
-                async def exchange(request_bytes: int, answer_bytes: int) -> None:
-                    await loop.sock_sendall(connection, request(request_bytes, answer_bytes))
-                    await _receive(connection, answer_bytes, scratch)
-
-                yield exchange
-        else:
-            async with connect_websocket(
-                f"ws://{address[0]}:{address[1]}", compression=None, max_size=MAX_BYTES, ping_interval=None, proxy=None
-            ) as websocket:
-
-                async def exchange_websocket(request_bytes: int, answer_bytes: int) -> None:
-                    await websocket.send(fragments(request(request_bytes, answer_bytes)))
-                    _, got = await _receive_message(websocket)
-                    if got != answer_bytes:
-                        raise HopError(f"asked for {answer_bytes} bytes, got {got}: not a hop bench of this kind")
-
-                yield exchange_websocket
-    except (OSError, EOFError, ConnectionClosed) as exc:
-        raise HopError(f"{address[0]}:{address[1]} over {over}: {exc or type(exc).__name__}") from exc
-
-
-def _set_up(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+Rest = Callable[[int, int], Awaitable[None]]
+"""Called with the sizes of the next request and its answer; returns when the way may be used."""
 
 
 async def measure(
     exchange: Exchange, sizes: Sequence[int], *, seconds: float, down: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter, rest: Rest | None = None,
 ) -> dict[int, list[float]]:  # fmt: skip
-    """Seconds of each exchange by payload size; at least MIN_SAMPLES of each size, then until `seconds` are over."""
+    """Seconds of each exchange by payload size; at least MIN_SAMPLES of each size, then until `seconds` are over.
+
+    `rest` is awaited before each exchange and is not measured.
+    """
+
+    async def ready() -> None:
+        if rest is not None:
+            await rest(*shape)
+
     samples: dict[int, list[float]] = {}
     for size in sizes:
         shape = (MIN_BYTES, size) if down else (size, MIN_BYTES)
         for _ in range(WARM_UP):
+            await ready()
             await asyncio.wait_for(exchange(*shape), REPLY_TIMEOUT_S)
         values: list[float] = []
         began = clock()
         while len(values) < MIN_SAMPLES or (len(values) < MAX_SAMPLES and clock() - began < seconds):
+            await ready()
             sent = clock()
             await asyncio.wait_for(exchange(*shape), REPLY_TIMEOUT_S)
             values.append(clock() - sent)
@@ -221,11 +77,14 @@ async def measure(
 
 
 async def measure_after_idle(
-    exchange: Exchange, size: int, *, idle_s: float, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
-) -> tuple[list[float], list[float]]:
+    exchange: Exchange, size: int, *, idle_s: float, repeats: int = 3, clock: Callable[[], float] = time.perf_counter,
+    rest: Rest | None = None,
+) -> tuple[list[float], list[float]]:  # fmt: skip
     """The same request back to back, and after a pause; both in seconds."""
 
     async def once() -> float:
+        if rest is not None:
+            await rest(size, MIN_BYTES)
         sent = clock()
         await asyncio.wait_for(exchange(size, MIN_BYTES), REPLY_TIMEOUT_S)
         return clock() - sent
@@ -257,12 +116,33 @@ async def find_idle_limit(
     return None
 
 
+@contextlib.asynccontextmanager
+async def _way(to: Address | str, args: argparse.Namespace) -> AsyncIterator[tuple[Exchange, Rest | None]]:
+    """A way to the answering end, at an address or, for a URL, through the relay there."""
+    if isinstance(to, str):
+        async with through(_relay_of(to, args)) as exchange:
+            yield exchange, exchange.rest
+    else:
+        async with connected(to, args.over) as exchange:
+            yield exchange, None
+
+
+def _relay_of(url: str, args: argparse.Namespace) -> RelayAddress:
+    return RelayAddress(url=url, secret=os.environ.get("FOREDRAFT_SECRET", ""), name=args.name, ca_file=args.ca_file)
+
+
 async def bench(args: argparse.Namespace, sizes: Sequence[int]) -> dict[str, Any]:
     """Everything that the command prints. Raises `HopError`, or `FitRefused` when times do not make a line."""
-    async with connected(args.connect, args.over) as exchange:
-        up = await measure(exchange, sizes, seconds=args.seconds)
-        down = await measure(exchange, sizes, seconds=args.seconds, down=True)
-        warm_s, idle_s = await measure_after_idle(exchange, max(sizes), idle_s=args.idle_s) if args.idle_s else ([], [])
+    left_out: list[str] = []
+    async with _way(args.connect, args) as (exchange, rest):
+        if isinstance(exchange, RelayExchange):
+            sizes, left_out = exchange.admitted(sizes, MIN_BYTES)
+        up = await measure(exchange, sizes, seconds=args.seconds, rest=rest)
+        down = await measure(exchange, sizes, seconds=args.seconds, down=True, rest=rest)
+        warm_s: list[float] = []
+        idle_s: list[float] = []
+        if args.idle_s:
+            warm_s, idle_s = await measure_after_idle(exchange, max(sizes), idle_s=args.idle_s, rest=rest)
     limit = None
     if args.idle_limit_s:
         limit = await find_idle_limit(lambda: connected(args.connect, args.over), args.idle_limit_s)
@@ -272,8 +152,12 @@ async def bench(args: argparse.Namespace, sizes: Sequence[int]) -> dict[str, Any
         idle_limit=limit,
     )  # fmt: skip
     rows = hop_rows(up, fit)
-    print(json.dumps(figures_of(up, args.over) | {"odd": odd}) if args.json else hop_text(rows, fit, odd))
-    return figures_of(up, args.over)
+    figures = figures_of(up, "relay" if isinstance(args.connect, str) else args.over)
+    if args.json:
+        print(json.dumps(figures | {"odd": odd, "left_out": left_out}))
+    else:
+        print("\n".join([hop_text(rows, fit, odd), *left_out]))
+    return figures
 
 
 def figures_of(samples: Samples, over: str) -> dict[str, Any]:
@@ -292,12 +176,29 @@ def figures_of(samples: Samples, over: str) -> dict[str, Any]:
 
 async def listen(address: Address, over: str) -> None:
     """Serve until a signal."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = _stop_on_signal()
     async with listening(address, over) as port:
         print(json.dumps({"ready": True, "port": port, "over": over}), flush=True)
         await stop.wait()
+
+
+async def listen_at_relay(at: RelayAddress) -> None:
+    """Answer the probes that the relay brings until a signal. Raises `HopError` when the link to it ends."""
+    async with answering(at) as running:
+        stop = _stop_on_signal()
+        print(json.dumps({"ready": True, "relay": at.url, "over": "relay", "name": at.name}), flush=True)
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if running.done():
+            running.result()
+
+
+def _stop_on_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
@@ -320,12 +221,21 @@ def _numbers(kind: type) -> Callable[[str], list[Any]]:
     return parse
 
 
+def _place(text: str) -> Address | str:
+    """HOST:PORT, or the URL of a relay."""
+    return text if text.startswith(("ws://", "wss://")) else parse_address(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     side = parser.add_mutually_exclusive_group(required=True)
-    side.add_argument("--listen", type=parse_address, metavar="HOST:PORT", help="answer; port 0: any")
-    side.add_argument("--connect", type=parse_address, metavar="HOST:PORT", help="measure")
+    side.add_argument("--listen", type=_place, metavar="HOST:PORT|URL", help="answer; port 0: any; at a relay's URL")
+    side.add_argument("--connect", type=_place, metavar="HOST:PORT|URL", help="measure; through a relay's URL")
     side.add_argument("--matrix", metavar="URL", help="the relay's HTTP side; FOREDRAFT_SECRET holds an admin's secret")
+    parser.add_argument(
+        "--name", default="hop", help="of the end at a relay; several pairs measure under different ones"
+    )
+    parser.add_argument("--ca-file", type=Path, help="of a relay's wss:// URL: a private authority, PEM")
     parser.add_argument("--snapshots", type=int, default=5, help="of --matrix, one a second")
     parser.add_argument("--over", choices=["tcp", "ws"], default="tcp", help="the same on both sides")
     parser.add_argument("--sizes", type=_numbers(int), default=SIZES, help="bytes, 16 to 16 MiB")
@@ -345,6 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             snapshots = read_snapshots(args.matrix, os.environ.get("FOREDRAFT_SECRET", ""), args.snapshots)
             matrix = matrix_figures(node_hops(snapshots))
             print(json.dumps(matrix) if args.json else matrix_text(matrix))
+        elif isinstance(args.connect, str) and args.idle_limit_s:
+            parser.error("--idle-limit-s measures no relay: its links' own pings keep them from being idle")
+        elif isinstance(args.listen, str):
+            asyncio.run(listen_at_relay(_relay_of(args.listen, args)))
         elif args.listen:
             asyncio.run(listen(args.listen, args.over))
         else:

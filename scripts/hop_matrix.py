@@ -2,7 +2,7 @@
 
 Nodes have no open port, so nothing but the relay reaches them, and every frame between two of them passes it: the round
 trip of a pair is the sum of the two hops. They are those of the relay's own small pings. What a payload adds on top is
-not measured here: for that run `--listen` beside one node and `--connect` beside the other.
+not measured here: for that run `--listen` with the relay's URL beside one node and `--connect` beside the other.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ the relay can route a frame without parsing the rest, and it alone may append `r
     relay   -> verify             Paired (a draft node joined the session), PeerGone (it left)
     verify  -> relay  -> draft    Prefix (the ids to draft from), Acceptance (the newly committed ids)
     draft   -> relay  -> verify   Candidates (tree nodes), Resync (an acceptance is missing)
+    client  -> relay  -> client   Probe (a payload whose way is measured)
     relay   -> draft              Release (the session is over)
     any     -> any neighbour      Ping, Pong, Draining, Error
 
@@ -41,6 +42,8 @@ MAX_TOKENS_PER_FRAME = 65_536
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_DURATION_S = 1e7
+PROBE_PREFIX = "hop:"
+"""Names of clients that take probes begin with it, so that no other client is ever sent one."""
 ROLES = ("draft", "verify", "client")
 FINISH_REASONS = ("stop", "length", "cancelled")
 SOURCES = ("draft", "local", "plain")
@@ -126,7 +129,11 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
-    """The relay's answer to `Hello`: the peer is in, under these terms."""
+    """The relay's answer to `Hello`: the peer is in, under these terms.
+
+    Attributes:
+        frames_per_s, bytes_per_s: what the relay reads of all links with the peer's credential; 0 for no limit.
+    """
 
     type: ClassVar[str] = "welcome"
     protocol: int
@@ -134,6 +141,8 @@ class Welcome(Message):
     max_frame_bytes: int
     ping_interval_s: float
     ping_timeout_s: float
+    frames_per_s: float = 0.0
+    bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_int("welcome.protocol", self.protocol, 0, 2**31 - 1)
@@ -141,6 +150,8 @@ class Welcome(Message):
         check_int("welcome.max_frame_bytes", self.max_frame_bytes, 1024, 1 << 30)
         check_number("welcome.ping_interval_s", self.ping_interval_s, 0.01, 3600)
         check_number("welcome.ping_timeout_s", self.ping_timeout_s, 0.01, 3600)
+        check_number("welcome.frames_per_s", self.frames_per_s, 0.0, float("inf"))
+        check_number("welcome.bytes_per_s", self.bytes_per_s, 0.0, float("inf"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -634,10 +645,33 @@ class Pong(Message):
         check_number("pong.residence_s", self.residence_s, 0.0, MAX_DURATION_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe(SessionMessage):
+    """A payload between two clients of one credential that measure their way through the relay (`foredraft-hop`).
+
+    Attributes:
+        session: name of the client that it is for, as in its Hello; it begins with PROBE_PREFIX.
+        sender: name of the client that waits for the answer; empty in an answer, which is a Probe as well.
+        answer_bytes: size of the answer's `pad`.
+        pad: the payload.
+    """
+
+    type: ClassVar[str] = "probe"
+    sender: str = ""
+    answer_bytes: int = 0
+    pad: str = ""
+
+    def __post_init__(self) -> None:
+        check_text("session", self.session, 64, empty=False)
+        check_text("probe.sender", self.sender, 64)
+        check_int("probe.answer_bytes", self.answer_bytes, 0, MAX_FRAME_BYTES)
+        check_text("probe.pad", self.pad, MAX_FRAME_BYTES)
+
+
 MESSAGES: dict[str, type[Message]] = {
     cls.type: cls
     for cls in (
         Hello, Welcome, OpenSession, Resume, Serving, Waiting, Cancel, Tokenize, Tokenized, TextDelta, Done, Error,
-        Paired, PeerGone, Release, Prefix, Candidates, Acceptance, Resync, Draining, Ping, Pong,
+        Paired, PeerGone, Release, Prefix, Candidates, Acceptance, Resync, Draining, Ping, Pong, Probe,
     )
 }  # fmt: skip

@@ -9,18 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from scripts.hop import (
-    MIN_BYTES,
-    Exchange,
-    HopError,
-    _set_up,
-    answer_to,
-    connected,
-    find_idle_limit,
-    listening,
-    main,
-    measure,
-)
+from scripts.hop import find_idle_limit, main, measure
+from scripts.hop_exchange import MIN_BYTES, Exchange, HopError, _set_up, answer_to, connected, listening
 from scripts.hop_report import delayed_ack_steps, fit_hop, hop_rows, model_payload_bytes, oddities, percentile
 from scripts.link_shape import LinkShape, Shaper
 
@@ -85,7 +75,7 @@ async def test_c072_both_ends_send_without_delay(monkeypatch: pytest.MonkeyPatch
         _set_up(connection)
         sockets.append(connection)
 
-    monkeypatch.setattr("scripts.hop._set_up", noted)
+    monkeypatch.setattr("scripts.hop_exchange._set_up", noted)
     async with listening(("127.0.0.1", 0), "tcp") as port, connected(("127.0.0.1", port), "tcp") as exchange:
         await exchange(16, 16)
         assert [bool(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for one in sockets] == [True, True]

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from relay.config import RelayConfig
+from relay.server import RelayServer
 from scripts import hop, plan, report
 from scripts.bench_trace import sample_round
+from scripts.hop_exchange import listening
+from scripts.hop_relay import RelayAddress, answering
 from wire.aio.trace import TraceWriter
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
@@ -29,22 +33,31 @@ SNAPSHOT = {
 }
 
 
+SECRET = "a-secret-of-the-tests"
+
+
 @pytest.fixture
-def other() -> Iterator[int]:
-    """The port of a hop bench that listens in a thread of its own."""
-    loop, port, stop = asyncio.new_event_loop(), 0, asyncio.Event()
-    ready = threading.Event()
+def other() -> Iterator[tuple[int, int]]:
+    """Ports of a hop bench that listens, and of a relay at which another one does, in a thread of their own."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    ready, ports = threading.Event(), (0, 0)
 
     async def serve() -> None:
-        nonlocal port
-        async with hop.listening(("127.0.0.1", 0), "tcp") as port:
+        nonlocal ports
+        relay = RelayServer(RelayConfig(secret=SECRET, port=0, grace_s=0))
+        await relay.start()
+        at = RelayAddress(url=f"ws://127.0.0.1:{relay.port}", secret=SECRET)
+        serving = asyncio.create_task(relay.serve(stop))
+        async with answering(at), listening(("127.0.0.1", 0), "tcp") as port:
+            ports = port, relay.port
             ready.set()
             await stop.wait()
+        await serving
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     assert ready.wait(10)
-    yield port
+    yield ports
     loop.call_soon_threadsafe(stop.set)
     thread.join(10)
     loop.close()
@@ -69,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_command_of_the_page_runs(
-    folder: Path, other: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, other: tuple[int, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(hop, "read_snapshots", lambda url, secret, num: [SNAPSHOT] * num)
@@ -79,10 +92,18 @@ def test_every_command_of_the_page_runs(
     async def listen(address: tuple[str, int], over: str) -> None:
         served.append(over)
 
+    async def listen_at_relay(at: RelayAddress) -> None:
+        served.append(at.url)
+
     monkeypatch.setattr(hop, "listen", listen)
+    monkeypatch.setattr(hop, "listen_at_relay", listen_at_relay)
+    monkeypatch.setenv("FOREDRAFT_SECRET", SECRET)
     said = {}
     for line in COMMANDS:
-        command, _, target = line.replace("OTHER:9000", f"127.0.0.1:{other}").partition(" > ")
+        here = line.replace("OTHER:9000", f"127.0.0.1:{other[0]}").replace(
+            "wss://RELAY:8765", f"ws://127.0.0.1:{other[1]}"
+        )
+        command, _, target = here.partition(" > ")
         program, *words = shlex.split(command)
         if "--connect" in words:
             # The page's waits are a person's; a size's samples are counted, not timed.
@@ -92,7 +113,7 @@ def test_every_command_of_the_page_runs(
         if target:
             Path(target).write_text(said[line])
     assert {line.split()[0] for line in COMMANDS} == set(MAINS)
-    assert served == ["tcp"]
+    assert served == ["tcp", f"ws://127.0.0.1:{other[1]}"]
     assert {path.name for path in folder.iterdir()} >= {
         "report.json", "report.html", "rounds.svg", "bars.png", "bars.svg", "plan.svg", "link.json"
     }  # fmt: skip

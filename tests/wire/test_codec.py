@@ -38,6 +38,7 @@ from wire.messages import (
     Ping,
     Pong,
     Prefix,
+    Probe,
     Release,
     Resume,
     Resync,
@@ -141,6 +142,7 @@ BY_TYPE: dict[type[Message], st.SearchStrategy[Any]] = {
     Welcome: st.builds(
         Welcome, protocol=ids, peer=names, max_frame_bytes=st.integers(1024, 1 << 30),
         ping_interval_s=st.floats(0.01, 3600), ping_timeout_s=st.floats(0.01, 3600),
+        frames_per_s=seconds, bytes_per_s=seconds,
     ),
     OpenSession: open_sessions(),
     Resume: st.builds(Resume, session=sessions, key=names, position=positions),
@@ -169,6 +171,7 @@ BY_TYPE: dict[type[Message], st.SearchStrategy[Any]] = {
     Draining: st.builds(Draining, grace_s=seconds, reason=words),
     Ping: st.builds(Ping, number=numbers),
     Pong: st.builds(Pong, number=numbers, residence_s=seconds),
+    Probe: st.builds(Probe, session=sessions, sender=words, answer_bytes=st.integers(0, 1 << 20), pad=words),
 }  # fmt: skip
 any_message = st.one_of(*BY_TYPE.values())
 
