@@ -117,7 +117,7 @@ def report_text(figures: Mapping[str, Any]) -> str:
         lines.append("tokens by source, of sessions with candidates if there are any: " + ", ".join(shares))
     if figures["acceptance_by_position"]:
         rates = (f"{place}: {rate:.2f}" for place, rate in figures["acceptance_by_position"].items())
-        lines.append("acceptance by position, mean over sessions by their rounds: " + ", ".join(rates))
+        lines.append("acceptance by position, of the rounds that proposed it: " + ", ".join(rates))
     for name, identity in (("with candidates", "identity"), ("target alone", "identity_target_alone")):
         if found := figures[identity]:
             lines.append(

@@ -117,8 +117,8 @@ class SessionStats:
 
         passes, plain_passes, rounds, rows, drafted, accepted, acceptance_rate and mean_acceptance_length as above;
         candidate_frames; candidates_WHAT (nodes) and frames_malformed; tokens_SOURCE for each of SOURCES;
-        acceptance_at_I for those of
-        the places 1..MAX_PLACES that a round proposed.
+        acceptance_at_I and proposed_at_I (the rounds that it is taken over) for those of the places 1..MAX_PLACES that
+        a round proposed.
         """
         figures: dict[str, float] = {
             "passes": self.num_passes,
@@ -140,5 +140,5 @@ class SessionStats:
         for place in range(1, MAX_PLACES + 1):
             rate = self.rate_at(place)
             if rate is not None:
-                figures[f"acceptance_at_{place}"] = rate
+                figures |= {f"acceptance_at_{place}": rate, f"proposed_at_{place}": self.proposed[place]}
         return figures

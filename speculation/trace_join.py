@@ -228,7 +228,8 @@ class Joined:
             for name, value in (one.report or {}).items():
                 if name.startswith("acceptance_at_"):
                     place = int(name.removeprefix("acceptance_at_"))
-                    weights.setdefault(place, []).append((value, (one.report or {})["rounds"]))
+                    # A place is weighed by the rounds that proposed it, which most rounds of a session may not be.
+                    weights.setdefault(place, []).append((value, (one.report or {}).get(f"proposed_at_{place}", 0)))
         sum_s, path_total = sum(self.totals), sum(self.path_s)
         parts = {
             name: {

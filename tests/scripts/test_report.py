@@ -24,7 +24,14 @@ def run(tmp_path: Path) -> Path:
     passes = TraceWriter(tmp_path / "verify.jsonl")
     for number in range(3):
         passes.write("verify", 7.0 + number, session="<b>", began=6.0 + number, num_rows=4, num_tokens=2)
-    report = {"passes": 3, "rounds": 3, "tokens_draft": 4, "tokens_plain": 2, "acceptance_at_1": 0.75}
+    report = {
+        "passes": 3,
+        "rounds": 3,
+        "tokens_draft": 4,
+        "tokens_plain": 2,
+        "acceptance_at_1": 0.75,
+        "proposed_at_1": 3,
+    }
     passes.write("session_ended", 9.0, session="<b>", reason="length", report=report)
     passes.close()
     return tmp_path
@@ -45,7 +52,7 @@ def test_tables_and_json_say_the_same(run: Path, capsys: pytest.CaptureFixture[s
     assert found["identity"] == pytest.approx({"sessions": 1, "tokens_per_s": 2, "tokens_per_round": 2, "round_s": 1})
     assert "3 rounds: 0.391 s in sum, 0.190 s on the path, 0.201 s overlapped" in text
     assert "if there are any: draft 4 (67%), plain 2 (33%)" in text
-    assert "acceptance by position, mean over sessions by their rounds: 1: 0.75" in text
+    assert "acceptance by position, of the rounds that proposed it: 1: 0.75" in text
 
 
 def test_a_figure_of_another_run_is_warned_about(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculation.ledger import Round
+from speculation.stats import SessionStats
 from speculation.trace_join import Joined, round_parts_s
 from wire.messages import RoundTiming
 
@@ -164,9 +165,26 @@ def test_time_without_a_name_is_a_warning() -> None:
 def test_tokens_and_acceptance_come_from_the_closing_records() -> None:
     joined = Joined()
     for name, rate, rounds in (("a", 0.5, 10), ("b", 1.0, 30)):
-        report = {"passes": 1, "rounds": rounds, "tokens_draft": 4, "tokens_plain": 2, "acceptance_at_1": rate}
+        report = {
+            "passes": 1, "rounds": rounds, "tokens_draft": 4, "tokens_plain": 2, "acceptance_at_1": rate,
+            "proposed_at_1": rounds,
+        }  # fmt: skip
         joined.add("verify", {"event": "session_ended", "session": name, "report": report})
     found = joined.figures()
     assert found["tokens_by_source"] == {"draft": 8, "plain": 4}
     assert found["acceptance_by_position"] == {1: pytest.approx(0.875)}
     assert found["parts"] == {}
+
+
+def test_c076_over_sessions_a_place_is_weighed_by_the_rounds_that_proposed_it() -> None:
+    joined, total = Joined(), SessionStats()
+    # (proposed depth, accepted) of each round: the long session reached place 2 once, the short one always.
+    for name, rounds in (("long", [(1, 1)] * 9 + [(2, 2)]), ("short", [(2, 1), (2, 0)])):
+        stats = SessionStats()
+        for depth, num_accepted in rounds:
+            stats.on_pass(proposed_depth=depth, num_accepted=num_accepted, num_rows=depth + 1, cut=False)
+        total.merge(stats)
+        joined.add("verify", {"event": "session_ended", "session": name, "report": stats.report()})
+    found = joined.figures()["acceptance_by_position"]
+    assert found == pytest.approx({1: 11 / 12, 2: 1 / 3})
+    assert found == pytest.approx({place: total.rate_at(place) for place in (1, 2)})
