@@ -86,9 +86,12 @@ async def serve(config: DraftConfig) -> int:
         executor=executor,
         trace=trace,
     )
-    await run_node(node, stop, config=config, role="draft", model=ModelIdentity(**asdict(identity)))
-    await executor.close()
-    trace.close()
+    try:
+        await run_node(node, stop, config=config, role="draft", model=ModelIdentity(**asdict(identity)))
+        await executor.close()
+    finally:
+        # Of a node that failed, the last events are the ones to read.
+        trace.close()
     return EXIT_OK
 
 

@@ -94,9 +94,12 @@ async def serve(config: VerifyConfig) -> int:
         stop_ids=identity.stop_ids,
         trace=trace,
     )
-    await run_node(node, stop, config=config, role="verify", model=ModelIdentity(**asdict(identity)))
-    await executor.close()
-    trace.close()
+    try:
+        await run_node(node, stop, config=config, role="verify", model=ModelIdentity(**asdict(identity)))
+        await executor.close()
+    finally:
+        # Of a node that failed, the last events are the ones to read.
+        trace.close()
     return EXIT_OK
 
 
