@@ -44,6 +44,11 @@ class DeviceTimer:
         self.drained_s.setdefault(name, []).append(began - arrived)
         self.durations.setdefault(name, []).append(ended - began)
 
+    def forget_last(self) -> None:
+        """Take back the last stretch of each name, as of a warm-up."""
+        for values in (*self.durations.values(), *self.drained_s.values()):
+            values.pop()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilingCost:
@@ -57,11 +62,15 @@ class ProfilingCost:
         """What the timers add: lost overlap and their own time. Negative is noise."""
         return self.profiled_s - self.unprofiled_s
 
+    @property
+    def share(self) -> float:
+        """The difference, of an unprofiled cycle."""
+        return self.difference_s / self.unprofiled_s
+
     def __str__(self) -> str:
-        share = self.difference_s / self.unprofiled_s
         return (
             f"profiled {self.profiled_s * 1e3:.2f} ms, unprofiled {self.unprofiled_s * 1e3:.2f} ms: "
-            f"profiling changes a cycle by {self.difference_s * 1e3:+.2f} ms ({share:+.1%})"
+            f"profiling changes a cycle by {self.difference_s * 1e3:+.2f} ms ({self.share:+.1%})"
         )
 
 

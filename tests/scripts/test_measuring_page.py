@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.tiny import tiny_checkpoint
 from relay.config import RelayConfig
 from relay.server import RelayServer
-from scripts import hop, plan, report
+from scripts import hop, plan, profile_passes, report
 from scripts.bench_trace import sample_round
 from scripts.hop_exchange import listening
 from scripts.hop_relay import RelayAddress, answering
@@ -23,7 +24,8 @@ from wire.aio.trace import TraceWriter
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 MAINS: dict[str, Callable[[Sequence[str]], int]] = {
-    "foredraft-report": report.main, "foredraft-hop": hop.main, "foredraft-plan": plan.main
+    "foredraft-report": report.main, "foredraft-hop": hop.main, "foredraft-plan": plan.main,
+    "foredraft-profile": profile_passes.main,
 }  # fmt: skip
 SNAPSHOT = {
     "nodes": [
@@ -77,6 +79,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     traces["relay"].write("session_ended", 3.0, session="s", reason="done", duration_s=3.0)
     for trace in traces.values():
         trace.close()
+    tiny_checkpoint(tmp_path / "MODEL", seed=7)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 6144, "num_hidden_layers": 78}))
     return tmp_path
 
@@ -108,6 +111,8 @@ def test_every_command_of_the_page_runs(
         if "--connect" in words:
             # The page's waits are a person's; a size's samples are counted, not timed.
             words += ["--seconds", "0", "--idle-s", "0"]
+        if program == "foredraft-profile":
+            words += ["--turns", "1", "--cycles", "1"]
         assert MAINS[program](words) == 0, line
         said[line] = capsys.readouterr().out
         if target:
