@@ -4,13 +4,17 @@
 
 FOLDER holds the traces of a real run (`scripts/demo.py --keep FOLDER`): how many events a pass has and how long it
 takes come from there. The cost is processor time, of the writer's thread too: on one core it competes with the model.
+It is found twice: as what an event costs, times the events of a pass; and as the difference of pipelines with tracing
+and without, in turns (`trace_turns`), with its 95 % interval, which has to lie below the goal.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import resource
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -26,6 +30,7 @@ if __package__ in (None, ""):
 
 from scripts.report import read_trace
 from scripts.results import Goal, write_results
+from scripts.trace_turns import comparison, turns_of_both
 from speculation.ledger import Round
 from speculation.trace_join import Joined
 from wire.aio.trace import TraceWriter
@@ -83,6 +88,8 @@ def main() -> int:
     parser.add_argument(
         "--run", type=Path, required=True, help="folder of a run's draft.jsonl, relay.jsonl and verify.jsonl"
     )
+    parser.add_argument("--turns", type=int, default=12, help="of a pipeline with tracing and of one without")
+    parser.add_argument("--answers", type=int, default=4, help="of a turn")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     joined, shares = Joined(), {}
@@ -94,9 +101,22 @@ def main() -> int:
         for process, num in num_events.items():
             shares[process] = event_s * num / busy_s
         reading = read_a_million(Path(name))
+        (Path(name) / "turns").mkdir()
+        folder = Path(name) / "turns"
+        taken = asyncio.run(turns_of_both(folder, secrets.token_urlsafe(24), turns=args.turns, answers=args.answers))
+    compared = comparison(taken)
+    pass_s = busy_s / num_passes
+    difference = compared["processor time of a pass, us"]
+    added_share, at_most = difference["difference"] * 1e-6 / pass_s, difference["difference_95"][1] * 1e-6 / pass_s
     unaccounted, worst = joined.unaccounted_share, max(shares.values())
     goals = [
         Goal("cost of tracing, share of a node's time", f"<= {COST_GOAL}", worst, worst <= COST_GOAL),
+        Goal(
+            "with tracing less without, of all three processes, share of a pass; upper end of its 95 % interval",
+            f"<= {COST_GOAL}",
+            at_most,
+            at_most <= COST_GOAL,
+        ),
         Goal(
             "unaccounted share of rounds", f"<= {UNACCOUNTED_GOAL}", unaccounted, abs(unaccounted) <= UNACCOUNTED_GOAL
         ),
@@ -108,10 +128,13 @@ def main() -> int:
     if args.results:
         write_results(
             args.results, command="python scripts/bench_trace.py --run FOLDER --results docs/results/trace.json",
-            packages=("orjson",), models={}, parameters={"rounds": NUM_ROUNDS, "run": "scripts/demo.py --keep FOLDER"},
+            packages=("orjson",), models={},
+            parameters={"rounds": NUM_ROUNDS, "run": "scripts/demo.py --keep FOLDER", "turns": args.turns,
+                        "answers of a turn": args.answers},
             figures={"warnings of the report": joined.warnings(), "event_us": event_s * 1e6, "events": num_events,
                      "passes": num_passes, "load average": os.getloadavg(), "pass_ms": busy_s / num_passes * 1e3,
-                     "cost_share": shares, "reading": reading},
+                     "cost_share": shares, "with and without tracing": compared | {"share of a pass": added_share},
+                     "reading": reading},
             goals=goals,
         )  # fmt: skip
     return 0 if all(goal.met for goal in goals) else 1

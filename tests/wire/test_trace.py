@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import queue
+import threading
 from pathlib import Path
 
 import orjson
 import pytest
 
+from wire.aio import trace
 from wire.aio.trace import TraceWriter, trace_files
 
 
@@ -53,17 +54,46 @@ def test_files_of_an_earlier_run_are_not_read_as_this_one(tmp_path: Path) -> Non
     assert (tmp_path / "a.jsonl.note").exists()
 
 
-def test_what_does_not_fit_the_queue_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def resting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a writer's thread rests; the test's writers rest until they are closed."""
+    rests = threading.Event()
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is not None:  # a thread waits without one until it has started
+                assert timeout == trace.WRITE_EVERY_S
+                rests.set()
+            return super().wait()
+
+    monkeypatch.setattr(trace.threading, "Event", Closing)
+    return rests
+
+
+def test_what_does_not_fit_the_queue_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resting: threading.Event
+) -> None:
+    path = tmp_path / "a.jsonl"
+    monkeypatch.setattr(trace, "MAX_QUEUED_EVENTS", 3)
+    writer = TraceWriter(path)
+    assert resting.wait(30)
+    for n in range(5):
+        writer.write("step", 0.0, n=n)
+    writer.close()
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert [line["n"] for line in lines[:-1]] == [0, 1, 2]
+    assert lines[-1] == {"event": "dropped", "num_events": 2}
+
+
+def test_the_thread_is_not_woken_for_an_event(tmp_path: Path, resting: threading.Event) -> None:
     path = tmp_path / "a.jsonl"
     writer = TraceWriter(path)
-
-    def full(event: object) -> None:
-        raise queue.Full
-
-    monkeypatch.setattr(writer._queue, "put_nowait", full)
-    writer.write("step", 0.0, n=1)
+    assert resting.wait(30)
+    for n in range(1000):
+        writer.write("step", 0.5, n=n)
+    assert path.stat().st_size == 0
     writer.close()
-    assert orjson.loads(path.read_bytes()) == {"event": "dropped", "num_events": 1}
+    assert read(path) == list(range(1000))
 
 
 def test_without_a_path_nothing_is_done() -> None:
