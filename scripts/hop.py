@@ -151,12 +151,13 @@ async def bench(args: argparse.Namespace, sizes: Sequence[int]) -> dict[str, Any
         up=fit, down=fit_down, nominal_mbit=args.nominal_mbit, samples=up, warm_s=warm_s, after_idle_s=idle_s,
         idle_limit=limit,
     )  # fmt: skip
-    rows = hop_rows(up, fit)
     figures = figures_of(up, "relay" if isinstance(args.connect, str) else args.over)
+    down_mbit = fit_down.rate_bytes_per_s and fit_down.rate_bytes_per_s * 8e-6
+    figures |= {"latency_down_ms": fit_down.latency_s * 1e3, "rate_down_mbit": down_mbit}
     if args.json:
         print(json.dumps(figures | {"odd": odd, "left_out": left_out}))
     else:
-        print("\n".join([hop_text(rows, fit, odd), *left_out]))
+        print("\n".join([hop_text(hop_rows(up, fit), fit, fit_down, odd), *left_out]))
     return figures
 
 
@@ -257,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(matrix) if args.json else matrix_text(matrix))
         elif isinstance(args.connect, str) and args.idle_limit_s:
             parser.error("--idle-limit-s measures no relay: its links' own pings keep them from being idle")
+        elif isinstance(args.connect, str) and args.nominal_mbit:
+            parser.error("--nominal-mbit is one link's, and a way through a relay has two")
         elif isinstance(args.listen, str):
             asyncio.run(listen_at_relay(_relay_of(args.listen, args)))
         elif args.listen:

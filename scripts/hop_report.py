@@ -40,6 +40,12 @@ class HopFit:
         """The size whose bytes take as long as the latency."""
         return self.latency_s * self.rate_bytes_per_s if self.rate_bytes_per_s else math.inf
 
+    @property
+    def rate_text(self) -> str:
+        """The bandwidth, for people."""
+        rate = self.rate_bytes_per_s
+        return f"{rate * 8e-6:.1f} Mbit/s" if rate else "too fast to be told from noise"
+
     def verdict(self, num_bytes: int) -> str:
         """ "latency-bound", "bandwidth-bound" or "between"."""
         if num_bytes * BOUND_RATIO <= self.crossover_bytes:
@@ -162,9 +168,8 @@ def model_payload_bytes(config: Mapping[str, Any], *, aux_layers: Sequence[int],
     return math.ceil(len(aux_layers) * hidden * 2 * tokens_per_cycle)
 
 
-def hop_text(rows: Sequence[Mapping[str, Any]], fit: HopFit, odd: Sequence[str]) -> str:
-    """For people."""
-    rate = f"{fit.rate_bytes_per_s * 8e-6:.1f} Mbit/s" if fit.rate_bytes_per_s else "too fast to be told from noise"
+def hop_text(rows: Sequence[Mapping[str, Any]], fit: HopFit, down: HopFit, odd: Sequence[str]) -> str:
+    """For people; the rows are of requests, `down` is the fit of large answers."""
     cross = f"{fit.crossover_bytes:.0f} bytes" if fit.rate_bytes_per_s else "none"
     lines = [f"{'bytes':>10}{'samples':>9}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{'fit ms':>10}  verdict"]
     lines += [
@@ -172,5 +177,8 @@ def hop_text(rows: Sequence[Mapping[str, Any]], fit: HopFit, odd: Sequence[str])
         f"{row['fit_ms']:10.3f}  {row['verdict']}"
         for row in rows
     ]
-    lines.append(f"latency there and back {fit.latency_s * 1e3:.3f} ms, bandwidth {rate}, crossover {cross}")
+    lines.append(
+        f"latency there and back {fit.latency_s * 1e3:.3f} ms, bandwidth {fit.rate_text} (of answers "
+        f"{down.rate_text}), crossover {cross}"
+    )
     return "\n".join([*lines, *(f"odd: {what}" for what in odd)])

@@ -158,6 +158,10 @@ def relocation_sensitivity(plan: Relocation, link: Link, num_bytes: float, *, st
         "latency": lambda: gain(plan, replace(link, latency_s=link.latency_s * (1 + step)), num_bytes),
         "payload": lambda: gain(plan, link, num_bytes * (1 + step)),
     }
+    rate = link.rate_bytes_per_s
+    if rate is not None:
+        faster = replace(link, rate_bytes_per_s=rate * (1 + step))
+        changed = {**changed, "bandwidth": lambda: gain(plan, faster, num_bytes)}
     return {name: compute() - base for name, compute in changed.items()}
 
 

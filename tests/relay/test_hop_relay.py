@@ -199,7 +199,7 @@ async def test_the_command_says_what_it_left_out(
     assert [row["bytes"] for row in found["sizes"]] == [16, 1024, 65_536, 184_320]
     assert len(found["left_out"]) == 1
     assert {"p50_ms", "p90_ms", "p99_ms", "verdict"} < set(found["sizes"][0])
-    assert {"latency_ms", "rate_mbit", "crossover_bytes", "odd"} < set(found)
+    assert {"latency_ms", "rate_mbit", "crossover_bytes", "odd", "latency_down_ms", "rate_down_mbit"} < set(found)
 
 
 async def test_the_command_names_what_is_wrong(
@@ -211,6 +211,9 @@ async def test_the_command_names_what_is_wrong(
     with pytest.raises(SystemExit):
         await asyncio.to_thread(main, ["--connect", url, "--idle-limit-s", "30"])
     assert "--idle-limit-s measures no relay" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        await asyncio.to_thread(main, ["--connect", url, "--nominal-mbit", "100"])
+    assert "--nominal-mbit is one link's" in capsys.readouterr().err
     monkeypatch.setitem(os.environ, "FOREDRAFT_SECRET", "another-secret-of-the-tests")
     assert await asyncio.to_thread(main, ["--listen", url]) == 1
     assert "refused our secret (401)" in capsys.readouterr().err

@@ -89,6 +89,8 @@ def test_sensitivity_has_the_sign_and_size_of_each_input() -> None:
     assert changes["sampling"] == changes["context update"] == 0
     assert changes["latency"] < 0
     assert changes["payload"] < 0
+    assert 0 < changes["bandwidth"] < -changes["payload"]
+    assert "bandwidth" not in relocation_sensitivity(SECOND, Link(latency_s=0.001), 184_320)
     hop = link.hop_s(184_320)
     assert changes["latency"] == pytest.approx(SECOND.gain_at(hop + 1e-4) - SECOND.gain_at(hop))
 
