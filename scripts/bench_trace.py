@@ -30,7 +30,6 @@ if __package__ in (None, ""):
 
 from scripts.report import read_trace
 from scripts.results import Goal, write_results
-from scripts.trace_turns import comparison, turns_of_both
 from speculation.ledger import Round
 from speculation.trace_join import Joined
 from wire.aio.trace import TraceWriter
@@ -101,6 +100,9 @@ def main() -> int:
         for process, num in num_events.items():
             shares[process] = event_s * num / busy_s
         reading = read_a_million(Path(name))
+        # Not above: torch comes with it, and a child's peak memory counts from its parent's.
+        from scripts.trace_turns import comparison, turns_of_both
+
         (Path(name) / "turns").mkdir()
         folder = Path(name) / "turns"
         taken = asyncio.run(turns_of_both(folder, secrets.token_urlsafe(24), turns=args.turns, answers=args.answers))
