@@ -14,6 +14,17 @@ from wire.errors import WireError
 from wire.sampling import Sampling
 
 LENGTHS = (1, 20, 60, 200)
+EXPLAINED = {"no_verify_node", "verify_lost", "draining", "overloaded", "LinkLost"}
+"""Errors that say a part was missing. Any other (a gap in the tokens, say) is a fault of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The undisturbed answer: its tokens, its text, and how it ends ("stop" or "length")."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +70,8 @@ class Tally:
     num_ended: int = 0
     num_tokens: int = 0
 
-    async def ask(self, client: StreamClient, question: Question, expected: tuple[tuple[int, ...], str]) -> None:
-        """Ask it and judge what comes: the beginning of the reference, all of it where the answer says it is over.
-
-        Args:
-            expected: the tokens of the undisturbed answer, and how it ends ("stop" or "length").
-        """
+    async def ask(self, client: StreamClient, question: Question, expected: Expected) -> None:
+        """Ask it and judge what comes: the beginning of the reference, all of it where the answer says it is over."""
         self.num_asked += 1
         got = Got()
         try:
@@ -80,7 +87,7 @@ class Tally:
             self.num_ended += 1
             self.outcomes[got.ended] += 1
             self.num_tokens += len(got.tokens)
-            wrong = got.judge(question, *expected)
+            wrong = got.judge(question, expected)
             if wrong:
                 self.faults.append(f"{question}: {got.ended}, {wrong}; tokens {got.tokens}")
 
@@ -112,16 +119,21 @@ class Got:
                         self.reason = event.finish_reason
                         self.ended = "cancelled" if self.reason == "cancelled" else "finished"
 
-    def judge(self, question: Question, expected: tuple[int, ...], reason: str) -> str:
+    def judge(self, question: Question, expected: Expected) -> str:
         """What is wrong with it; empty if nothing is."""
+        kind, _, code = self.ended.partition(": ")
         if not self.ended:
             return "no end"
-        if tuple(self.tokens) != expected[: len(self.tokens)]:
+        if kind == "error" and code not in EXPLAINED:
+            return "not an error that a missing part explains"
+        if tuple(self.tokens) != expected.tokens[: len(self.tokens)]:
             return "other tokens"
+        if not expected.text.startswith(self.text):
+            return f"text {self.text!r} instead of {expected.text!r}"
         if self.ended == "cancelled" and question.cancel_after is None:
             return "cancelled by nobody"
-        if self.ended == "finished" and len(self.tokens) < len(expected):
-            return f"only {len(self.tokens)} of {len(expected)} tokens"
-        if self.ended == "finished" and self.reason != reason:
-            return f"ended by {self.reason!r} instead of {reason!r}"
+        if self.ended == "finished" and (self.tokens, self.text) != (list(expected.tokens), expected.text):
+            return f"only {len(self.tokens)} of {len(expected.tokens)} tokens, text {self.text!r}"
+        if self.ended == "finished" and self.reason != expected.reason:
+            return f"ended by {self.reason!r} instead of {expected.reason!r}"
         return ""

@@ -28,7 +28,7 @@ from node_verify.scheduler import VerifyScheduler
 from relay.client import StreamClient
 from relay.config import RelayConfig
 from relay.server import RelayServer
-from scripts.chaos_answers import Question, Tally
+from scripts.chaos_answers import Expected, Question, Tally
 from scripts.virtual_loop import VirtualExecutor, VirtualLoop
 from scripts.virtual_net import Network, Transport
 from speculation.growth import parse_growth
@@ -44,6 +44,7 @@ SECRET = "a-secret-of-the-chaos"
 PORT = 8765
 VOCAB_SIZE = 128
 MAX_LENGTH = 512
+STOP = 0
 TARGET = hash_logits(VOCAB_SIZE, 3)
 MODEL = ModelIdentity(name="m", revision="1", tokenizer="ab" * 32, vocab_size=VOCAB_SIZE, context_length=MAX_LENGTH)
 DRAFTING = {Candidates.type, Acceptance.type, Prefix.type, Resync.type}
@@ -192,7 +193,7 @@ class World:
                     TARGET, num_slots=slots, max_length=MAX_LENGTH, max_rows=4 * max_rows, vocab_size=VOCAB_SIZE
                 ),
                 executor=executor, tokenizer=ByteTokenizer(), context_length=MAX_LENGTH, vocab_size=VOCAB_SIZE,
-                stop_ids=(0,), trace=TraceWriter(None),
+                stop_ids=(STOP,), trace=TraceWriter(None),
             )  # fmt: skip
         else:
             drafter = ScriptedDrafter(
@@ -379,11 +380,12 @@ class Doubling(StreamClient):
             super()._on_frame(kind, session, frame, now)
 
 
-def reference(question: Question) -> tuple[tuple[int, ...], str]:
+def reference(question: Question) -> Expected:
     """The target alone."""
     limit = min(question.num_tokens, MAX_LENGTH - len(question.prompt))
-    tokens = reference_of(TARGET, question.sampling, question.prompt, limit, (0,))
-    return tokens, "stop" if tokens[-1] == 0 else "length"
+    tokens = reference_of(TARGET, question.sampling, question.prompt, limit, (STOP,))
+    stopped = tokens[-1] == STOP
+    return Expected(tokens, ByteTokenizer().decode(tokens), "stop" if stopped else "length")
 
 
 def run_world(seed: int, shape: Shape) -> dict[str, Any]:

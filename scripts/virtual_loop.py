@@ -56,7 +56,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._clock = self._selector = _Clock()
         self._clock_resolution = 1e-9
         self.network = network
-        self._tasks: dict[str, weakref.WeakSet[asyncio.Task[Any]]] = {}
+        self._tasks: dict[str, list[weakref.ref[asyncio.Task[Any]]]] = {}
         self.set_task_factory(self._make_task)
 
     def time(self) -> float:
@@ -72,14 +72,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
     async def kill(self, name: str) -> None:
         """End a process as SIGKILL does."""
         self.network.kill(name)
-        tasks = sorted(self.tasks_of(name), key=lambda task: task.get_name())
+        tasks = self.tasks_of(name)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def tasks_of(self, name: str) -> list[asyncio.Task[Any]]:
-        """Tasks of a process that have not ended."""
-        return [task for task in self._tasks.get(name, ()) if not task.done()]
+        """Tasks of a process that have not ended, the oldest first."""
+        running = [task for ref in self._tasks.get(name, ()) if (task := ref()) is not None and not task.done()]
+        self._tasks[name] = list(map(weakref.ref, running))
+        return running
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
@@ -98,7 +100,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **options)
-        self._tasks.setdefault(PROCESS.get(), weakref.WeakSet()).add(task)
+        tasks = self._tasks.setdefault(PROCESS.get(), [])
+        tasks.append(weakref.ref(task))
+        if len(tasks) % 256 == 0:
+            self.tasks_of(PROCESS.get())
         return task
 
     def _process_events(self, events: list[Any]) -> None:
@@ -148,4 +153,3 @@ class VirtualExecutor(ModelExecutor):
     async def close(self) -> None:
         """Take no more calls."""
         self._closed = True
-
