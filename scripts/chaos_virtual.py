@@ -13,8 +13,9 @@ import hashlib
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.bytes import ByteTokenizer
@@ -32,6 +33,7 @@ from scripts.chaos_answers import Expected, Question, Tally
 from scripts.virtual_loop import VirtualExecutor, VirtualLoop
 from scripts.virtual_net import Network, Transport
 from speculation.growth import parse_growth
+from speculation.passes import DraftResult, DraftStep, VerifyPass, VerifyResult
 from speculation.selection import BestFirst
 from wire.aio.dialer import keep_linked
 from wire.aio.link import Link
@@ -45,10 +47,13 @@ PORT = 8765
 VOCAB_SIZE = 128
 MAX_LENGTH = 512
 STOP = 0
+PASS_S, STEP_S = 0.03, 0.004
+"""Of the target and of the drafter, in the mean."""
 TARGET = hash_logits(VOCAB_SIZE, 3)
 MODEL = ModelIdentity(name="m", revision="1", tokenizer="ab" * 32, vocab_size=VOCAB_SIZE, context_length=MAX_LENGTH)
 DRAFTING = {Candidates.type, Acceptance.type, Prefix.type, Resync.type}
-"""Types that may be lost, doubled and overtaken: they name positions, and an answer does without them."""
+"""Types that may be lost, doubled and overtaken: they name positions, and an answer does without them. A prefix may be
+lost, but not come late: it opens a session at the draft node, and the word that it is over must come behind it."""
 EVENTS = {
     "cut": 6.0, "stall": 4.0, "silence": 2.0, "kill verify": 2.0, "kill draft": 2.0, "drain verify": 1.0,
     "drain draft": 1.0, "kill client": 1.0, "restart relay": 0.5, "kill relay": 0.5,
@@ -180,7 +185,8 @@ class World:
         """Start a node; it links when it can, and is started again when the relay turned it away, as systemd does."""
         name = f"{role} {next(self.numbers)}"
         rng = random.Random(self.rng.random())
-        executor = VirtualExecutor(lambda: rng.uniform(0.02, 0.05) if role == "verify" else rng.uniform(0.002, 0.006))
+        pass_s = PASS_S if role == "verify" else STEP_S
+        executor = VirtualExecutor(lambda: pass_s * rng.uniform(0.7, 1.5))
         slots, max_rows = self.shape.num_slots, 8 if role == "verify" else 64
         node: VerifyNode | DraftNode
         if role == "verify":
@@ -189,14 +195,14 @@ class World:
                     selection=BestFirst(4 * max_rows), patience_s=0.0, num_slots=slots, max_rows=4 * max_rows,
                     vocab_size=VOCAB_SIZE, local=(True, True),
                 ),
-                runner=ScriptedTarget(
+                runner=VirtualTarget(
                     TARGET, num_slots=slots, max_length=MAX_LENGTH, max_rows=4 * max_rows, vocab_size=VOCAB_SIZE
                 ),
                 executor=executor, tokenizer=ByteTokenizer(), context_length=MAX_LENGTH, vocab_size=VOCAB_SIZE,
                 stop_ids=(STOP,), trace=TraceWriter(None),
             )  # fmt: skip
         else:
-            drafter = ScriptedDrafter(
+            drafter = VirtualDrafter(
                 agreeing(TARGET, 0.8, 1), num_slots=slots, max_length=MAX_LENGTH, max_rows=max_rows,
                 vocab_size=VOCAB_SIZE,
             )  # fmt: skip
@@ -334,6 +340,24 @@ class World:
         }  # fmt: skip
 
 
+class VirtualTarget(ScriptedTarget):
+    """One that does not tell how long it took in real time, which is another in each run."""
+
+    def verify(self, batch: Sequence[VerifyPass]) -> list[VerifyResult | Exception]:
+        """See `TargetRunner.verify`."""
+        results = super().verify(batch)
+        return [each if isinstance(each, Exception) else replace(each, compute_s=PASS_S) for each in results]
+
+
+class VirtualDrafter(ScriptedDrafter):
+    """The same of the drafter."""
+
+    def step(self, batch: Sequence[DraftStep]) -> list[DraftResult | Exception]:
+        """See `DraftRunner.step`."""
+        results = super().step(batch)
+        return [each if isinstance(each, Exception) else replace(each, compute_s=STEP_S) for each in results]
+
+
 class Unreliable:
     """Stands between a node and its link: loses, doubles and delays messages about candidates."""
 
@@ -359,6 +383,8 @@ class Unreliable:
         fate = self.rng.random()
         if fate < shape.loss:
             self.world.frames["lost"] += 1
+        elif peek(frame)[0] == Prefix.type:
+            self.node.on_frame(frame, now)
         elif fate < shape.loss + shape.doubling:
             self.world.frames["doubled"] += 1
             self.node.on_frame(frame, now)
@@ -402,9 +428,9 @@ def run_world(seed: int, shape: Shape) -> dict[str, Any]:
         loop.run_until_complete(world.run())
         figures = world.figures()
     finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60))
+        while tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60))
         loop.close()
     return figures

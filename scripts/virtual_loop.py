@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import heapq
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -48,14 +49,44 @@ class _Clock:
         """There is nothing to close."""
 
 
+class _Task(asyncio.Task[Any]):
+    """A task with a number for a hash: sets of tasks, a task group's say, have the same order in each run."""
+
+    def __init__(self, coroutine: Any, *, number: int, **options: Any) -> None:
+        self.number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _Timer(asyncio.TimerHandle):
+    """One of equal times comes in the order of its making; asyncio leaves that to how its heap happens to lie."""
+
+    _when: float
+    _scheduled: bool
+
+    def __init__(self, number: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.number = number
+
+    def __lt__(self, other: object) -> bool:
+        assert isinstance(other, _Timer)
+        return (self._when, self.number) < (other._when, other.number)
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """See the module's docstring. `network` makes its connections."""
+
+    _scheduled: list[_Timer]
 
     def __init__(self, network: Network) -> None:
         super().__init__()
         self._clock = self._selector = _Clock()
         self._clock_resolution = 1e-9
         self.network = network
+        self._mains: set[asyncio.Task[Any]] = set()
+        self._num_tasks = self._num_timers = 0
         self._tasks: dict[str, list[weakref.ref[asyncio.Task[Any]]]] = {}
         self.set_task_factory(self._make_task)
 
@@ -63,11 +94,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Virtual seconds since the start."""
         return self._clock.now
 
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """See asyncio."""
+        self._num_timers += 1
+        timer = _Timer(self._num_timers, when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)  # as the base class does
+        timer._scheduled = True
+        return timer
+
     def process(self, name: str, main: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
         """Start a process: `main()` and all that it starts."""
         context = contextvars.copy_context()
         context.run(PROCESS.set, name)
-        return context.run(lambda: self.create_task(main(), name=name))
+        task = context.run(lambda: self.create_task(main(), name=name))
+        # Who waits for what nothing refers to would be collected as garbage.
+        self._mains.add(task)
+        task.add_done_callback(self._mains.discard)
+        return task
 
     async def kill(self, name: str) -> None:
         """End a process as SIGKILL does."""
@@ -99,7 +144,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.network.listen(protocol_factory, int(port or 0), process=PROCESS.get())
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(coroutine, loop=loop, **options)
+        self._num_tasks += 1
+        task = _Task(coroutine, loop=loop, number=self._num_tasks, **options)
         tasks = self._tasks.setdefault(PROCESS.get(), [])
         tasks.append(weakref.ref(task))
         if len(tasks) % 256 == 0:

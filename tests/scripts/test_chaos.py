@@ -24,7 +24,7 @@ def test_c036_c040_whatever_goes_wrong_no_token_is_lost_or_doubled() -> None:
         for name, count in (figures["events"] | figures["at the relays"] | figures["outcomes"]).items():
             total[name] = total.get(name, 0) + count
     # What is said to go wrong does, and most answers come all the same.
-    assert total["finished"] > 100
+    assert total["finished"] > 80
     assert min(total["moved"], total["resumed"], total["kill relay"], total["kill verify"], total["silence"]) > 0
 
 
