@@ -23,6 +23,7 @@ from wire.messages import (
     ROLES,
     SOURCES,
     Acceptance,
+    AppliedRound,
     Cancel,
     Candidates,
     ChatMessage,
@@ -107,6 +108,9 @@ def prefixes(draw: st.DrawFn) -> Prefix:
     )  # fmt: skip
 
 
+applied_rounds = st.builds(AppliedRound, frame=numbers, relay_s=seconds, apply_s=seconds, round_s=seconds)
+
+
 @st.composite
 def candidates(draw: st.DrawFn) -> Candidates:
     first = draw(numbers)
@@ -116,6 +120,7 @@ def candidates(draw: st.DrawFn) -> Candidates:
         parents=tuple(draw(st.integers(-8, first + i - 1)) for i in range(num)),
         tokens=tuple(draw(ids) for _ in range(num)), scores=tuple(draw(st.integers(0, 255)) for _ in range(num)),
         draft_s=draw(seconds), overhead_s=draw(seconds), relay_s=draw(seconds),
+        applied=tuple(draw(st.lists(applied_rounds, max_size=3))),
     )  # fmt: skip
 
 
