@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
@@ -69,11 +68,24 @@ async def pipeline(in_process: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     )  # fmt: skip
 
 
-async def test_the_page_shows_nodes_sessions_rounds_and_a_shaded_answer(
-    pipeline: Any, browser: Browser, tmp_path: Path
-) -> None:
-    trace = tmp_path / "draft.jsonl"
-    pipeline.draft.trace = TraceWriter(trace)
+class LedgerRounds(TraceWriter):
+    """Keeps what the draft node's ledger has for each round, instead of writing it to a file."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.total_ms: dict[int, float] = {}
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    def write(self, event: str, now: float, **fields: Any) -> None:
+        if event == "round":
+            self.total_ms[fields["timing"]["frame"]] = (fields["applied_at"] - fields["started_at"]) * 1e3
+
+
+async def test_the_page_shows_nodes_sessions_rounds_and_a_shaded_answer(pipeline: Any, browser: Browser) -> None:
+    ledger = pipeline.draft.trace = LedgerRounds()
     async with page_of(browser, pipeline.url) as page:
         nodes = page.locator("#nodes tr")
         await expect(nodes).to_have_count(2)
@@ -106,24 +118,18 @@ async def test_the_page_shows_nodes_sessions_rounds_and_a_shaded_answer(
         assert together == pytest.approx(whole, abs=0.01)
         names = await page.locator("#parts dt").all_inner_texts()
         assert names[:-1] == [*PARTS, "sum of the parts"]
-        # Whoever cannot tell colours apart by their names has a swatch of its own beside each.
+        # No two parts have the same colour.
         swatches = "all => all.map(each => getComputedStyle(each, '::before').backgroundColor)"
         assert len(set(await page.locator("#parts [class^=part-] dt").evaluate_all(swatches))) == len(PARTS)
         widths = await page.locator("#ledger rect").evaluate_all("bars => bars.map(bar => +bar.getAttribute('width'))")
         assert sum(widths) == pytest.approx(1000)
         # And so does every round in the waterfall, to the time that the draft node's own ledger has for it.
-        pipeline.draft.trace.close()
-        ledger = {}
-        for line in trace.read_bytes().splitlines():
-            event = orjson.loads(line)
-            if event["event"] == "round":
-                ledger[event["timing"]["frame"]] = (event["applied_at"] - event["started_at"]) * 1e3
         await page.get_by_text("The same rounds in figures").click()
         rows = [row.split() for row in await page.locator("#round-figures tr").all_inner_texts()]
         assert len(rows) == await page.locator("#waterfall g").count() == 12
         for frame, _, _, _, parts_sum, _, whole, _ in rows:
             assert float(parts_sum) == pytest.approx(float(whole), abs=0.02)
-            assert float(whole) == pytest.approx(ledger[int(frame.removeprefix("#"))], abs=0.01)
+            assert float(whole) == pytest.approx(ledger.total_ms[int(frame.removeprefix("#"))], abs=0.01)
         title = await page.locator("#waterfall title").first.text_content()
         assert title is not None
         assert "rounds over" in title
