@@ -33,14 +33,24 @@ class ApiError(Exception):
         message: for people; names the field, the value and the limit.
         param: the field at fault.
         code: for programs.
+        retry_after_s: with 429 and 503, when it may be worth trying again.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = RETRY_AFTER_S,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     @property
     def type(self) -> str:
