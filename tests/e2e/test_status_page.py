@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from engine.scripted_logits import agreeing
 from relay import api_page
@@ -133,6 +134,22 @@ async def test_the_page_shows_nodes_sessions_rounds_and_a_shaded_answer(pipeline
         title = await page.locator("#waterfall title").first.text_content()
         assert title is not None
         assert "rounds over" in title
+
+
+async def test_c054_the_playground_copes_with_a_stream_that_ends_with_usage(in_process: Any, browser: Browser) -> None:
+    pipeline = await in_process(says(ANSWER), admin_secret=ADMIN)
+
+    async def ask_for_usage(route: Route) -> None:
+        body = route.request.post_data_json | {"stream_options": {"include_usage": True}}
+        await route.continue_(post_data=json.dumps(body))
+
+    async with page_of(browser, pipeline.url) as page:
+        await page.route("**/v1/chat/completions", ask_for_usage)
+        await page.get_by_role("button", name="Ask").click()
+        await expect(page.locator("#answer-figures")).to_contain_text("Finished bystop")
+        await expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")
+        assert await page.locator("#answer").inner_text() == ANSWER
+        await expect(page.locator("#answer .error")).to_have_count(0)
 
 
 async def test_a_wrong_secret_shows_nothing_and_the_right_one_can_be_forgotten(pipeline: Any, browser: Browser) -> None:
