@@ -85,7 +85,10 @@ def from_wire(exc: WireError, *, prompt_field: str) -> ApiError:
     if status == 400:
         about_prompt = exc.code in ("prompt_too_long", "empty_prompt")
         param = prompt_field if about_prompt else field_of(exc.message, prompt_field)
-    return ApiError(status, exc.message, param=param, code=CODE_OF_OPENAI.get(exc.code, exc.code))
+    message = exc.message
+    if param == prompt_field and message.startswith("prompt_ids["):
+        message = param + message.removeprefix("prompt_ids")
+    return ApiError(status, message, param=param, code=CODE_OF_OPENAI.get(exc.code, exc.code))
 
 
 def field_of(message: str, prompt_field: str) -> str | None:
