@@ -265,6 +265,18 @@ async def test_it_reads_well_on_a_phone_in_the_dark_and_by_a_screen_reader(pipel
             'button "Ask"', "img \"Nodes by region",
         ):  # fmt: skip
             assert text in tree, tree
+        await page.get_by_label("Tokens", exact=True).fill("300")
+        await page.get_by_role("button", name="Ask").click()
+        await page.locator("#sessions tr").get_by_role("button").click()
+        await expect(page.locator("#waterfall g").nth(4)).to_be_attached()
+        await page.get_by_text("The same rounds in figures").click()
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+        tree = await page.locator("#rounds").aria_snapshot()
+        for text in (
+            "began before the one before had ended", 'region "Table of rounds"', 'columnheader "Whole round"',
+            'img "Parts of a mean round', "term: apply", "term: sum of the parts",
+        ):  # fmt: skip
+            assert text in tree, tree
         unnamed = await page.evaluate(
             """[...document.querySelectorAll("button, input, textarea")].filter(
                 each => !each.labels?.length && !each.textContent && !each.getAttribute("aria-label")).length"""
