@@ -111,6 +111,6 @@ function drawLedger() {
   const [together, round] = [...list.children].slice(-2);
   setText(together.firstChild, "sum of the parts");
   setText(together.lastChild, fixed(sum(means)));
-  setText(round.firstChild, `the whole round, of ${rounds.length}`);
+  setText(round.firstChild, `whole round, of ${rounds.length}`);
   setText(round.lastChild, fixed(whole));
 }
