@@ -37,6 +37,7 @@ MAX_PROMPT_CHARS = 900_000
 MAX_POSITION = 1 << 24
 MAX_NODE_ID = 1 << 40
 MAX_NODES_PER_FRAME = 1024
+MAX_ROUNDS_PER_FRAME = 64
 MAX_TOKENS_PER_FRAME = 65_536
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -543,6 +544,10 @@ class Candidates(SessionMessage):
         for node, parent in enumerate(self.parents, self.first_node):
             if parent >= node:
                 raise ProtocolError(f"candidates.parents of node {node} must be an earlier node, got {parent}")
+        if len(self.applied) > MAX_ROUNDS_PER_FRAME:
+            raise ProtocolError(
+                f"candidates.applied has {len(self.applied)} entries, the limit is {MAX_ROUNDS_PER_FRAME}"
+            )
         for name in ("draft_s", "overhead_s", "relay_s"):
             check_number(f"candidates.{name}", getattr(self, name), 0.0, MAX_DURATION_S)
 

@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 
 from node_draft.scheduler import DraftScheduler
-from node_draft.session import MAX_APPLIED, CloseSlot, FrameAnswered, OpenSlot, Send
+from node_draft.session import CloseSlot, FrameAnswered, OpenSlot, Send
 from speculation.growth import parse_growth
 from speculation.passes import Child, DraftResult, DraftStep
 from speculation.tree import ROOT
 from wire.codec import digest_ids
-from wire.messages import Acceptance, AppliedRound, Candidates, Error, Prefix, Release, Resync, RoundTiming
+from wire.messages import (
+    MAX_ROUNDS_PER_FRAME,
+    Acceptance,
+    AppliedRound,
+    Candidates,
+    Error,
+    Prefix,
+    Release,
+    Resync,
+    RoundTiming,
+)
 
 
 def scheduler(growth: str = "chain:2+6", **limits: int) -> DraftScheduler:
@@ -220,9 +230,11 @@ def test_the_next_frame_tells_how_earlier_rounds_ended_and_tells_it_once() -> No
 def test_rounds_that_nobody_is_told_of_are_forgotten_oldest_first() -> None:
     draft = scheduler()
     draft.on_prefix(prefix())
-    for i in range(3 * MAX_APPLIED):
+    for i in range(3 * MAX_ROUNDS_PER_FRAME):
         draft.on_round_over("s", 1, AppliedRound(frame=i, relay_s=0.0, apply_s=0.0, round_s=0.0))
-    assert [over.frame for over in draft.sessions["s"].applied] == list(range(2 * MAX_APPLIED, 3 * MAX_APPLIED))
+    assert [over.frame for over in draft.sessions["s"].applied] == list(
+        range(2 * MAX_ROUNDS_PER_FRAME, 3 * MAX_ROUNDS_PER_FRAME)
+    )
 
 
 def test_a_failed_step_costs_its_session_the_drafter_and_nobody_else() -> None:

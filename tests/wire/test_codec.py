@@ -277,6 +277,9 @@ def test_text_that_is_not_unicode_is_refused() -> None:
         decode('{"type":"cancel","session":"\ud800"}')
 
 
+OVER = {"frame": 1, "relay_s": 0.001, "apply_s": 0.002, "round_s": 0.1}
+
+
 def corrupted(**fields: Any) -> bytes:
     return orjson.dumps(orjson.loads(encode(CANDIDATES)) | fields)
 
@@ -298,6 +301,9 @@ def corrupted(**fields: Any) -> bytes:
         (encode(CANDIDATES).replace(b"0.02", b"1e999"), "not JSON"),
         (encode(CANDIDATES)[:-9], "not JSON"),
         (corrupted(nonce=1), "candidates has no field 'nonce'"),
+        (corrupted(applied=[OVER] * 65), "candidates.applied has 65 entries, the limit is 64"),
+        (corrupted(applied=[OVER | {"apply_s": -0.1}]), "applied.apply_s must be in 0..1e.07, got -0.1"),
+        (corrupted(applied=[{"frame": 1}]), r"candidates.applied\[0\] lacks relay_s, apply_s, round_s"),
         (corrupted(session=5), "session"),
         (b'{"type":"candidates","session":"s1"}', "candidates lacks epoch, frame"),
         (b'{"type":"teapot"}', "type must be one of"),
