@@ -13,47 +13,34 @@ import hashlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from engine.bytes import ByteTokenizer
-from engine.scripted import ScriptedDrafter, ScriptedTarget
-from engine.scripted_logits import agreeing, hash_logits
-from engine.scripted_logits import reference as reference_of
 from node_draft.node import DraftNode
-from node_draft.scheduler import DraftScheduler
 from node_verify.node import VerifyNode
-from node_verify.scheduler import VerifyScheduler
 from relay.client import StreamClient
 from relay.config import RelayConfig
 from relay.server import RelayServer
-from scripts.chaos_answers import Expected, Question, Tally
-from scripts.virtual_loop import VirtualExecutor, VirtualLoop
+from scripts.chaos_answers import Question, Tally
+from scripts.chaos_nodes import (
+    MODEL,
+    VOCAB_SIZE,
+    Doubling,
+    Unreliability,
+    Unreliable,
+    draft_node,
+    reference,
+    verify_node,
+)
+from scripts.virtual_loop import VirtualLoop
 from scripts.virtual_net import Network, Transport
-from speculation.growth import parse_growth
-from speculation.passes import DraftResult, DraftStep, VerifyPass, VerifyResult
-from speculation.selection import BestFirst
 from wire.aio.dialer import keep_linked
-from wire.aio.link import Link
-from wire.aio.trace import TraceWriter
-from wire.codec import peek
 from wire.errors import WireError
-from wire.messages import PROTOCOL_VERSION, Acceptance, Candidates, Hello, ModelIdentity, Prefix, Resync
+from wire.messages import PROTOCOL_VERSION, Hello
 
 SECRET = "a-secret-of-the-chaos"
 PORT = 8765
-VOCAB_SIZE = 128
-MAX_LENGTH = 512
-STOP = 0
-PASS_S, STEP_S = 0.03, 0.004
-"""Of the target and of the drafter, in the mean."""
-TARGET = hash_logits(VOCAB_SIZE, 3)
-MODEL = ModelIdentity(name="m", revision="1", tokenizer="ab" * 32, vocab_size=VOCAB_SIZE, context_length=MAX_LENGTH)
-DRAFTING = {Candidates.type, Acceptance.type, Prefix.type, Resync.type}
-"""Types that may be lost, doubled and overtaken: they name positions, and an answer does without them. A prefix may be
-lost, but not come late: it opens a session at the draft node, and the word that it is over must come behind it."""
 EVENTS = {
     "cut": 6.0, "stall": 4.0, "silence": 2.0, "kill verify": 2.0, "kill draft": 2.0, "drain verify": 1.0,
     "drain draft": 1.0, "kill client": 1.0, "restart relay": 0.5, "kill relay": 0.5,
@@ -70,7 +57,6 @@ class Shape:
     Attributes:
         num_sessions: in all; they come evenly over `arrive_s`.
         event_every_s: mean time between two things that go wrong; 0 for never.
-        loss, doubling, overtaking: shares of the messages about candidates.
     """
 
     num_sessions: int = 2000
@@ -80,9 +66,7 @@ class Shape:
     num_draft: int = 4
     num_slots: int = 32
     event_every_s: float = 1.0
-    loss: float = 0.01
-    doubling: float = 0.02
-    overtaking: float = 0.05
+    unreliability: Unreliability = field(default_factory=Unreliability)
 
 
 @dataclass
@@ -185,33 +169,10 @@ class World:
         """Start a node; it links when it can, and is started again when the relay turned it away, as systemd does."""
         name = f"{role} {next(self.numbers)}"
         rng = random.Random(self.rng.random())
-        pass_s = PASS_S if role == "verify" else STEP_S
-        executor = VirtualExecutor(lambda: pass_s * rng.uniform(0.7, 1.5))
-        slots, max_rows = self.shape.num_slots, 8 if role == "verify" else 64
-        node: VerifyNode | DraftNode
-        if role == "verify":
-            node = VerifyNode(
-                scheduler=VerifyScheduler(
-                    selection=BestFirst(4 * max_rows), patience_s=0.0, num_slots=slots, max_rows=4 * max_rows,
-                    vocab_size=VOCAB_SIZE, local=(True, True),
-                ),
-                runner=VirtualTarget(
-                    TARGET, num_slots=slots, max_length=MAX_LENGTH, max_rows=4 * max_rows, vocab_size=VOCAB_SIZE
-                ),
-                executor=executor, tokenizer=ByteTokenizer(), context_length=MAX_LENGTH, vocab_size=VOCAB_SIZE,
-                stop_ids=(STOP,), trace=TraceWriter(None),
-            )  # fmt: skip
-        else:
-            drafter = VirtualDrafter(
-                agreeing(TARGET, 0.8, 1), num_slots=slots, max_length=MAX_LENGTH, max_rows=max_rows,
-                vocab_size=VOCAB_SIZE,
-            )  # fmt: skip
-            scheduler = DraftScheduler(
-                growth=parse_growth("chain:2+8"), num_slots=slots, max_length=MAX_LENGTH, max_rows=max_rows
-            )
-            node = DraftNode(scheduler=scheduler, runner=drafter, executor=executor, trace=TraceWriter(None))
+        slots = self.shape.num_slots
+        node = verify_node(rng, slots) if role == "verify" else draft_node(rng, slots)
         hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=name, capacity=slots, model=MODEL)
-        user = Unreliable(node, rng, self)
+        user = Unreliable(node, rng, self.shape.unreliability, self.frames)
 
         async def link() -> None:
             while True:
@@ -338,14 +299,6 @@ class World:
             "died": self.died, "left": left, "virtual_s": round(self.loop.time(), 1),
             "digest": self.log.hexdigest()[:16],
         }  # fmt: skip
-
-
-def reference(question: Question) -> Expected:
-    """The target alone."""
-    limit = min(question.num_tokens, MAX_LENGTH - len(question.prompt))
-    tokens = reference_of(TARGET, question.sampling, question.prompt, limit, (STOP,))
-    stopped = tokens[-1] == STOP
-    return Expected(tokens, ByteTokenizer().decode(tokens), "stop" if stopped else "length")
 
 
 def run_world(seed: int, shape: Shape) -> dict[str, Any]:
