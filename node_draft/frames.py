@@ -23,6 +23,8 @@ def next_frame(session: Session, tree: Tree, nodes: Sequence[int], now: float) -
     draft_s = min(session.draft_s, now - started_at)
     session.in_flight[frame] = SentFrame(started_at, now, draft_s)
     session.started_at, session.draft_s = None, 0.0
+    applied = tuple(session.applied)
+    session.applied.clear()
     return Candidates(
         session=session.id,
         epoch=session.epoch,
@@ -33,6 +35,7 @@ def next_frame(session: Session, tree: Tree, nodes: Sequence[int], now: float) -
         scores=tuple(score_byte(tree.step_logprob(node)) for node in nodes),
         draft_s=draft_s,
         overhead_s=max(0.0, now - started_at - draft_s),
+        applied=applied,
     )
 
 

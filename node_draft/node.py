@@ -16,6 +16,7 @@ from speculation.ledger import PARTS, Round
 from speculation.passes import DraftResult, DraftStep
 from wire.aio.shell import NodeShell, SlotCall
 from wire.aio.trace import TraceWriter
+from wire.messages import AppliedRound
 from wire.metrics import Family, Histogram, histograms, labelled
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,13 @@ class DraftNode(NodeShell):
             draft_hop_rtt_s=self.link.rtt_s or 0.0,
             verify_hop_rtt_s=answered.acceptance.hop_rtt_s,
         )
+        over = AppliedRound(
+            frame=answered.timing.frame,
+            relay_s=answered.acceptance.relay_s,
+            apply_s=round(finished.applied_at - finished.received_at, 6),
+            round_s=round(finished.total_s, 6),
+        )
+        self.scheduler.on_round_over(answered.session, answered.acceptance.epoch, over)
         self._parts["total"].observe(finished.total_s)
         for name, value in finished.parts_s().items():
             self._parts[name].observe(max(0.0, value))

@@ -37,6 +37,7 @@ from wire.codec import digest_ids
 from wire.messages import (
     MAX_NODES_PER_FRAME,
     Acceptance,
+    AppliedRound,
     Error,
     Message,
     Prefix,
@@ -164,6 +165,12 @@ class DraftScheduler:
             self.counters.num_resends += 1
             actions += self._flush(session, now)
         return actions
+
+    def on_round_over(self, session_id: str, epoch: int, applied: AppliedRound) -> None:
+        """The shell has measured how long the acceptance that ended a round took to apply: the next frame tells it."""
+        session = self.sessions.get(session_id)
+        if session is not None and session.epoch == epoch:
+            session.applied.append(applied)
 
     def on_release(self, session_id: str) -> list[Action]:
         """Forget a session."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from speculation.growth import Frontier
 from speculation.passes import Sampling
 from speculation.tree import Tree
-from wire.messages import Acceptance, Message, RoundTiming
+from wire.messages import MAX_ROUNDS_PER_FRAME, Acceptance, AppliedRound, Message, RoundTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class Session:
     """Ids under which live nodes were sent: a resend gives them new ones, the cache keeps the old."""
     next_wire_id: int = 0
     in_flight: OrderedDict[int, SentFrame] = field(default_factory=OrderedDict)
+    applied: deque[AppliedRound] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS_PER_FRAME))
+    """Rounds that are over and that the relay has not been told of."""
     flushed_at: float = float("-inf")
     verify_s: float | None = None
     """Duration of a pass of the target, as last reported."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relay.config import RelayConfig
-from relay.credentials import Credentials, CredentialsError, Identity
+from relay.credentials import Credential, Credentials, CredentialsError, Identity
 from relay.limits import Pace
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,8 @@ class Access:
         """Who comes with this secret."""
         return self.credentials.find(secret)
 
-    def pace(self, identity: Identity, now: float) -> Pace | None:
-        """The limits of an identity's links; None for none."""
-        credential = identity.credential
+    def pace(self, credential: Credential, now: float) -> Pace | None:
+        """The limits of a credential's links and requests; None for none."""
         if credential.frames_per_s is None and credential.bytes_per_s is None:
             return None
         if credential.name not in self.paces:

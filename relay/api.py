@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -25,7 +26,7 @@ from pydantic import BaseModel
 
 from relay.api_answers import ChatForm, Collected, CompletionForm, Form
 from relay.api_auth import HttpAccess
-from relay.api_errors import RETRY_AFTER_S, ApiError, from_wire
+from relay.api_errors import ApiError, from_wire
 from relay.api_models import (
     ChatRequest,
     CompletionRequest,
@@ -111,16 +112,26 @@ class Gateway:
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
-            request[CREDENTIAL] = self.access.credential(request.headers.get("Authorization"), "client", "admin")
+            credential = self.access.credential(request.headers.get("Authorization"), "client", "admin")
+            # Before the body is read: who is above a limit sends it for nothing.
+            self.access.admit(credential, request.content_length or 0, asyncio.get_running_loop().time())
+            request[CREDENTIAL] = credential
         return await handler(request)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await _read(request, ChatRequest)
+        asked = await self._read(request, ChatRequest)
         return await self._generate(request, asked, asked.requests, ChatForm, "messages")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked = await _read(request, CompletionRequest)
+        asked = await self._read(request, CompletionRequest)
         return await self._generate(request, asked, asked.requests, CompletionForm, "prompt")
+
+    async def _read(self, request: web.Request, kind: type[M]) -> M:
+        body = await request.read()
+        if request.content_length is None:
+            # Sent in chunks, so its size was not known when it was let in.
+            self.access.charge(request[CREDENTIAL], 0, len(body), asyncio.get_running_loop().time())
+        return parse(kind, body)
 
     async def _generate(
         self,
@@ -133,6 +144,7 @@ class Gateway:
         asked.check()
         try:
             sessions = requests()
+            self.access.charge(request[CREDENTIAL], len(sessions) - 1, 0, asyncio.get_running_loop().time())
             with self.client.exchange(sessions, request[CREDENTIAL]) as exchange:
                 exchange.on_overflow = lambda: _cut(request)
                 log.info("%s: %d sessions for %s", request.path, len(sessions), asked.user or "a client")
@@ -215,13 +227,13 @@ class Gateway:
         return list(models.values())
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        asked = await _read(request, TokenizeRequest)
+        asked = await self._read(request, TokenizeRequest)
         answer = await self._ask(request, asked.requests(), "prompt" if asked.prompt is not None else "messages")
         tokens = answer.tokens
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": answer.context_length})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        asked = await _read(request, DetokenizeRequest)
+        asked = await self._read(request, DetokenizeRequest)
         return _json({"prompt": (await self._ask(request, asked.requests(), "tokens")).text})
 
     async def _ask(self, request: web.Request, requests: list[Tokenize], prompt_field: str) -> Tokenized:
@@ -263,10 +275,6 @@ def _figures(exchange: Exchange, answers: list[Collected]) -> list[dict[str, Any
     return [answer.figures(pairing) for answer, pairing in zip(answers, exchange.pairings, strict=True)]
 
 
-async def _read(request: web.Request, kind: type[M]) -> M:
-    return parse(kind, await request.read())
-
-
 def _json(data: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=orjson.dumps(data), status=status, content_type="application/json", headers=headers)
 
@@ -302,7 +310,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     return _json(error.body(), status=error.status, headers=headers)
 
 

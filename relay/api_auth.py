@@ -1,7 +1,8 @@
 """Who may use the HTTP side: `Authorization: Bearer SECRET`, nothing in a URL.
 
 The credentials are the relay's own (`relay/credentials.py`), with their roles, rotation and limits: "client" may ask,
-"admin" sees the status of all sessions and may ask as well.
+"admin" sees the status of all sessions and may ask as well. A request counts as a frame for each session that it opens,
+at least as one, and as the bytes of its body; who is above a limit gets a 429 and when to come again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,30 @@ class HttpAccess:
             text = f"credential {credential.name} is for {', '.join(credential.roles)}, not for this"
             raise ApiError(403, text, code="not_allowed")
         return credential
+
+    def admit(self, credential: Credential, num_bytes: int, now: float) -> None:
+        """Count a request, whose body has so many bytes.
+
+        Raises:
+            ApiError: 429, and nothing is counted: a limit of the credential is exhausted by what came before.
+        """
+        pace = self._access.pace(credential, now)
+        if pace is None:
+            return
+        over = pace.refusal(now)
+        if over is not None:
+            text = (
+                f"credential {credential.name} is above its limit, {over.limit} = {over.value:g}; "
+                f"come again in {over.wait_s:.1f} s"
+            )
+            raise ApiError(429, text, code="rate_limit_exceeded", retry_after_s=over.wait_s)
+        pace.charge(1, num_bytes, now)
+
+    def charge(self, credential: Credential, num_frames: int, num_bytes: int, now: float) -> None:
+        """Count what has only shown after the request was let in."""
+        pace = self._access.pace(credential, now)
+        if pace is not None:
+            pace.charge(num_frames, num_bytes, now)
 
     def has(self, header: str | None, *roles: str) -> bool:
         """Whether `credential` would find one."""

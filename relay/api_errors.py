@@ -33,14 +33,24 @@ class ApiError(Exception):
         message: for people; names the field, the value and the limit.
         param: the field at fault.
         code: for programs.
+        retry_after_s: with 429 and 503, when it may be worth trying again.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = RETRY_AFTER_S,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     @property
     def type(self) -> str:
@@ -75,7 +85,10 @@ def from_wire(exc: WireError, *, prompt_field: str) -> ApiError:
     if status == 400:
         about_prompt = exc.code in ("prompt_too_long", "empty_prompt")
         param = prompt_field if about_prompt else field_of(exc.message, prompt_field)
-    return ApiError(status, exc.message, param=param, code=CODE_OF_OPENAI.get(exc.code, exc.code))
+    message = exc.message
+    if param == prompt_field and message.startswith("prompt_ids["):
+        message = param + message.removeprefix("prompt_ids")
+    return ApiError(status, message, param=param, code=CODE_OF_OPENAI.get(exc.code, exc.code))
 
 
 def field_of(message: str, prompt_field: str) -> str | None:

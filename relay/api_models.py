@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from relay.api_errors import ApiError
 from wire.fields import shown
-from wire.messages import MAX_STOPS, ChatMessage, OpenSession, Tokenize
+from wire.messages import MAX_LOGPROBS, MAX_POSITION, MAX_STOPS, ChatMessage, OpenSession, Tokenize
 from wire.sampling import MAX_SEED, Sampling
 
 MAX_ANSWERS = 32
@@ -213,9 +213,10 @@ class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
     messages: list[Turn] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    # Fields with other names on the wire have their ranges here too, so that an error names them as they were given.
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_POSITION)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def limit(self) -> int:
@@ -351,7 +352,7 @@ def _api_error(exc: ValidationError, data: Any) -> ApiError:
             break
     param = path or None
     match error["type"]:
-        case "extra_forbidden" if expected is None:
+        case "extra_forbidden" if expected is None or len(error["loc"]) == 1:
             return ApiError(400, f"{path} is not a parameter of this endpoint", param=param, code="unknown_parameter")
         case "missing" if error["loc"][-1] == part:
             return ApiError(400, f"{path} is required", param=param, code="missing_required_parameter")
@@ -365,5 +366,7 @@ def _api_error(exc: ValidationError, data: Any) -> ApiError:
             )
         case "none_required":
             expected = "is not supported here: leave it out"
+        case "string_too_long":
+            expected = f"must have at most {error['ctx']['max_length']} characters"
     message = expected or error["msg"].replace("Input should", "must")
     return ApiError(400, f"{path} {message}, got {shown(value)}", param=param, code="invalid_value")

@@ -1,9 +1,10 @@
-"""The rounds of one session as the relay sees them go by, on the relay's own clock. Pure: frames and times in.
+"""The rounds of one session as the relay sees them go by. Pure: frames and times in.
 
-A round is one frame of candidates. The relay knows when that frame and the acceptance that answers it passed; the
-frames say how long each node took; half of a node's round trip is one way. From that every part has a place on one time
-axis, laid end to end as in `speculation/ledger.py`. What the parts do not add up to is *unaccounted*. The last relay
-residence and the drafter's applying are after the relay's part and are left out.
+A round is one frame of candidates: from the start of its drafting until the acceptance that answered it has been
+applied, as in `speculation/ledger.py`, with the same parts in the same order. Three frames tell of it: the candidates
+themselves, the acceptance, and the next candidates, which say how the round ended at the draft node. So the whole round
+is that node's own measure, and what the parts do not add up to is *unaccounted*. Only the round's place on the time
+axis is the relay's clock. A session's last rounds have no candidates after them, and are not shown.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wire.codec import decode
-from wire.messages import Acceptance, Candidates
+from wire.messages import Acceptance, AppliedRound, Candidates, RoundTiming
 
 PARTS = (
     "draft compute",
@@ -25,8 +26,10 @@ PARTS = (
     "verify compute",
     "verify overhead",
     "wire down, verify to relay",
-    "unaccounted",
+    "relay residence, down",
     "wire down, relay to draft",
+    "apply",
+    "unaccounted",
 )
 MAX_WAITING = 64
 MAX_ROUNDS = 64
@@ -36,12 +39,13 @@ MAX_ROUNDS = 64
 class SeenRound:
     """One round: when its drafting began, on the relay's clock, and its parts in seconds by the names of PARTS.
 
-    "unaccounted" is what lies between the moment by which the parts before it would have brought the acceptance to the
-    relay and the moment when it came; it is negative where they exceed that.
+    They add up to `round_s`, which the draft node has measured, because of the last; that is negative where the
+    others exceed it.
     """
 
     frame: int
     started_at: float
+    round_s: float
     parts_s: tuple[float, ...]
     num_candidates: int
     num_tokens: int
@@ -52,6 +56,7 @@ class SeenRound:
         return {
             "frame": self.frame,
             "start_ms": round(self.started_at * 1e3, 3),
+            "round_ms": round(self.round_s * 1e3, 3),
             "parts_ms": [round(part * 1e3, 3) for part in self.parts_s],
             "candidates": self.num_candidates,
             "tokens": self.num_tokens,
@@ -59,13 +64,24 @@ class SeenRound:
         }
 
 
+@dataclass(slots=True)
+class _OpenRound:
+    """A frame that has passed, and what is known of its answer so far."""
+
+    passed_at: float
+    draft_rtt_s: float
+    sent: Candidates
+    timing: RoundTiming | None = None
+    acceptance: Acceptance | None = None
+
+
 class RoundWatch:
-    """Pairs the frames of one session with the acceptances that answer them."""
+    """Puts the rounds of one session together from its frames."""
 
     def __init__(self) -> None:
         self.rounds: deque[SeenRound] = deque(maxlen=MAX_ROUNDS)
         self.num_seen = 0
-        self._waiting: OrderedDict[tuple[int, int], tuple[float, Candidates]] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], _OpenRound] = OrderedDict()
 
     def on_frame(self, kind: str, frame: bytes, now: float, draft_rtt_s: float) -> None:
         """Take a frame that passes through the relay.
@@ -79,35 +95,52 @@ class RoundWatch:
         if kind == Candidates.type:
             message = decode(frame)
             assert isinstance(message, Candidates), "the relay knows the type"
-            self._waiting[message.epoch, message.frame] = (now, message)
-            while len(self._waiting) > MAX_WAITING:
-                self._waiting.popitem(last=False)
+            for applied in message.applied:
+                answered = self._open.pop((message.epoch, applied.frame), None)
+                if answered is not None:
+                    self._finish(answered, applied)
+            self._open[message.epoch, message.frame] = _OpenRound(now, draft_rtt_s, message)
+            while len(self._open) > MAX_WAITING:
+                self._open.popitem(last=False)
         elif kind == Acceptance.type:
             acceptance = decode(frame)
             assert isinstance(acceptance, Acceptance), "the relay knows the type"
             for timing in acceptance.rounds:
-                seen = self._waiting.pop((acceptance.epoch, timing.frame), None)
-                if seen is not None:
-                    self._finish(*seen, acceptance, now, draft_rtt_s)
+                sent = self._open.get((acceptance.epoch, timing.frame))
+                # The first answer ends the round; another one is a repetition.
+                if sent is not None and sent.timing is None:
+                    sent.timing, sent.acceptance = timing, acceptance
 
     def since(self, num_seen: int) -> list[SeenRound]:
         """The rounds finished after the first `num_seen`, those that are still kept."""
         missing = self.num_seen - num_seen
         return list(self.rounds)[-missing:] if missing > 0 else []
 
-    def _finish(
-        self, passed_at: float, sent: Candidates, acceptance: Acceptance, now: float, draft_rtt_s: float
-    ) -> None:
-        timing = next(each for each in acceptance.rounds if each.frame == sent.frame)
-        hop_s = acceptance.hop_rtt_s / 2
-        after = (timing.relay_s, hop_s, timing.queue_s, timing.verify_s, timing.overhead_s, hop_s)
-        unaccounted_s = now - passed_at - sum(after)
-        parts = (sent.draft_s, sent.overhead_s, draft_rtt_s / 2, *after, unaccounted_s, draft_rtt_s / 2)
+    def _finish(self, answered: _OpenRound, applied: AppliedRound) -> None:
+        sent, timing, acceptance = answered.sent, answered.timing, answered.acceptance
+        if timing is None or acceptance is None:
+            return
+        draft_wire_s, verify_wire_s = answered.draft_rtt_s / 2, acceptance.hop_rtt_s / 2
+        parts = (
+            sent.draft_s,
+            sent.overhead_s,
+            draft_wire_s,
+            timing.relay_s,
+            verify_wire_s,
+            timing.queue_s,
+            timing.verify_s,
+            timing.overhead_s,
+            verify_wire_s,
+            applied.relay_s,
+            draft_wire_s,
+            applied.apply_s,
+        )
         self.rounds.append(
             SeenRound(
                 frame=sent.frame,
-                started_at=passed_at - sum(parts[:3]),
-                parts_s=parts,
+                started_at=answered.passed_at - sum(parts[:3]),
+                round_s=applied.round_s,
+                parts_s=(*parts, applied.round_s - sum(parts)),
                 num_candidates=len(sent.tokens),
                 num_tokens=len(acceptance.tokens),
                 num_accepted=acceptance.num_accepted,

@@ -50,10 +50,17 @@ class Books:
         self.num_opened = 0
         self.num_moved = 0
         self.num_resumed = 0
+        self._vacated: list[str] = []
+        """Verify nodes that sessions have left, once for each, since `_settle`."""
 
     def nodes(self, role: str) -> list[Peer]:
         """The connected nodes of one role."""
         return [peer for peer in self.peers.values() if peer.hello.role == role]
+
+    def serving(self) -> str:
+        """The connected nodes and their models, in words."""
+        nodes = [f"{peer} with {peer.model}" for peer in self.peers.values() if peer.hello.model is not None]
+        return ", ".join(nodes) or "no node"
 
     def _begin(
         self, client: Peer, request: OpenSession | Tokenize, frame: bytes, verify: Peer, now: float
@@ -107,7 +114,7 @@ class Books:
             self.drops[DropReason.NOT_KEPT] += 1
 
     def _move(self, session: Session, why: str, now: float) -> list[Action]:
-        session.lost = why
+        session.lost, session.lost_at = why, now
         return [*self._leave_nodes(session, "moved to another verify node"), *self._take_over(session, now)]
 
     def _take_over(self, session: Session, now: float) -> list[Action]:
@@ -115,9 +122,10 @@ class Books:
         if session.kept is None:
             session.lost += "; what was committed took too much memory to be kept"
             return self._give_up(session, now)
-        verify, _ = choose_verify("", session.target.fingerprint, self.nodes("verify"))
+        nodes = [node for node in self.nodes("verify") if node.id not in session.full]
+        verify, _ = choose_verify("", session.target.fingerprint, nodes)
         if verify is None:
-            self.deadlines[session.id, VERIFY_DUE] = now + self.takeover_wait_s
+            self.deadlines[session.id, VERIFY_DUE] = session.lost_at + self.takeover_wait_s
             return []
         self.deadlines.pop((session.id, VERIFY_DUE), None)
         try:
@@ -133,6 +141,34 @@ class Books:
         verify.sessions[session.id] = None
         self.num_moved += 1
         return [SessionMoved(session.id, str(verify), len(tokens)), Forward(verify.id, frame), *self._pair(session)]
+
+    def _crowded_out(self, session: Session, verify: Peer, frame: bytes, now: float) -> list[Action]:
+        """The verify node's line is full: another one takes the session. Where none has a place, an answer that has
+        begun waits for one, and a new request is refused with this frame."""
+        session.full.add(verify.id)
+        others = [node for node in self.nodes("verify") if node.id not in session.full]
+        other, _ = choose_verify("", session.target.fingerprint, others)
+        if session.kept is None or (other is None and not session.lost):
+            return self._finish(session, frame, "overloaded", now)
+        return [
+            *self._leave_nodes(session, "no place at its verify node", had_place=False),
+            *self._take_over(session, now),
+        ]
+
+    def _settle(self, now: float) -> list[Action]:
+        """Give places that have become free to those that wait: at verify nodes, then at draft nodes."""
+        actions: list[Action] = []
+        for verify_id in self._vacated:
+            verify = self.peers.get(verify_id)
+            if verify is None or verify.draining:
+                continue
+            waiting = (self.sessions[name] for name, due in self.deadlines if due == VERIFY_DUE)
+            session = next((s for s in waiting if s.target.fingerprint == verify.model.fingerprint), None)
+            if session is not None:
+                session.full.discard(verify_id)
+                actions += self._take_over(session, now)
+        self._vacated.clear()
+        return actions + self._pair_waiting()
 
     def _give_up(self, session: Session, now: float) -> list[Action]:
         """No verify node goes on with the session."""
@@ -163,11 +199,13 @@ class Books:
         )  # fmt: skip
         return self._finish(session, encode(done), "cancelled", now)
 
-    def _leave_nodes(self, session: Session, reason: str) -> list[Action]:
+    def _leave_nodes(self, session: Session, reason: str, *, had_place: bool = True) -> list[Action]:
         """No node has a part in the session any more; its draft node is told, its verify node knows."""
         self.deadlines.pop((session.id, VERIFY_DUE), None)
-        if session.verify in self.peers:
+        if session.verify is not None and session.verify in self.peers:
             del self.peers[session.verify].sessions[session.id]
+            if had_place:
+                self._vacated.append(session.verify)
         session.verify = None
         if session.draft is None:
             return []

@@ -202,8 +202,13 @@ def run(config: ClientConfig, prog: str) -> int:
         return converse(config)
     try:
         text = config.text if config.text is not None else sys.stdin.read()
+        # Bytes that are no characters come as surrogates, from the command line always.
+        text.encode()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except (UnicodeDecodeError, UnicodeEncodeError) as exc:
+        sys.stderr.write(f"{prog}: the text is not valid {exc.encoding.upper()}, see character {exc.start + 1}\n")
+        return EXIT_USAGE
     if not text.strip():
         sys.stderr.write(f"{prog}: there is nothing to ask: give a text, or one on standard input\n")
         return EXIT_USAGE

@@ -7,7 +7,8 @@ A file of credentials is TOML:
     roles = ["node"]                     # of "admin" (metrics), "node" (draft and verify nodes), "client"
     secrets = ["new one", "old one"]     # any of them is good: add the new one, switch the peers, remove the old one
     max_sessions = 64                    # of all its clients together; 0 or left out for no limit
-    frames_per_s = 2000                  # of all its links together: above it they are read more slowly
+    frames_per_s = 2000                  # of all its links together: above it they are read more slowly, and HTTP
+                                         # requests (a frame for each session) are answered with 429
     bytes_per_s = 4000000
 
 Without a file there is one credential for everything, the shared secret.

@@ -79,7 +79,9 @@ class Session:
         last: the frame that ended the session, for a client that is away.
         epoch: counts its pairings with a draft node.
         refused: draft nodes that failed it.
-        lost: how it lost its verify node, in words.
+        lost: how it lost its verify node, in words; "" while it is with its first one.
+        lost_at: when that was.
+        full: verify nodes that had no place for it when it was sent there.
     """
 
     id: str
@@ -95,6 +97,8 @@ class Session:
     epoch: int = 0
     refused: set[str] = field(default_factory=set)
     lost: str = ""
+    lost_at: float = 0.0
+    full: set[str] = field(default_factory=set)
 
 
 def choose_verify(model: str, fingerprint: str, nodes: Sequence[Peer]) -> tuple[Peer | None, str]:

@@ -15,6 +15,7 @@ session as opaque bytes; only what is rare (OpenSession, Resume, Cancel, Error, 
     verify   Done, Tokenized, Error the session's client        the session ends
     verify   Error "malformed"      the session's draft node    it is not listened to again; another is paired
     verify   Error "draining"       -                           another verify node takes the session
+    verify   Error "overloaded"     -                           the same, and an answer that has begun waits for a place
     verify   Prefix, Acceptance     the session's draft node
     draft    Candidates, Resync     the session's verify node
     draft    Error                  the session's verify node   the draft node is out; another is paired
@@ -116,7 +117,7 @@ class Router(Books):
             for session in self.sessions.values():
                 if session.verify is None and session.last is None:
                     actions += self._take_over(session, now)
-        return actions + self._pair_waiting()
+        return actions + self._settle(now)
 
     def on_gone(self, peer_id: str, now: float, reason: str = "link lost", *, final: bool = False) -> list[Action]:
         """A peer's link is gone; nothing happens if the peer was closed from here.
@@ -138,14 +139,14 @@ class Router(Books):
                 case "client":
                     actions += self._abandon(session, "client gone", now)
                 case "verify":
-                    session.lost = text
+                    session.lost, session.lost_at = text, now
                     actions += self._leave_nodes(session, "verify node lost")
                     actions += self._take_over(session, now)
                 case _:
                     session.draft = None
                     assert session.verify is not None, "who has no verify node has no draft node"
                     actions.append(Send(session.verify, PeerGone(session=session.id, role="draft", reason=text)))
-        return actions + self._pair_waiting()
+        return actions + self._settle(now)
 
     def next_timer(self) -> float | None:
         """When `on_timer` wants to be called; None for not at all."""
@@ -165,9 +166,10 @@ class Router(Books):
                 self.drops[DropReason.CLIENT_AWAY] += 1
                 actions += self._abandon(session, f"its client was away for {self.keep_s:g} s", now)
             else:
-                session.lost += f"; no other node came within {self.takeover_wait_s:g} s"
+                full = f", {len(session.full)} with the same model had no place" if session.full else ""
+                session.lost += f"; no other node took over within {self.takeover_wait_s:g} s{full}"
                 actions += self._give_up(session, now)
-        return actions + self._pair_waiting() if actions else actions
+        return actions + self._settle(now) if actions else actions
 
     def on_drain(self, grace_s: float, reason: str) -> list[Action]:
         """The relay itself goes: no new peers and sessions; everybody is told."""
@@ -217,11 +219,6 @@ class Router(Books):
         reason = reason[:MAX_REASON_CHARS]
         final = code != "slow_consumer"
         return [ClosePeer(peer_id, code, reason), *self.on_gone(peer_id, now, reason, final=final)]
-
-    def serving(self) -> str:
-        """The connected nodes and their models, in words."""
-        nodes = [f"{peer} with {peer.model}" for peer in self.peers.values() if peer.hello.model is not None]
-        return ", ".join(nodes) or "no node"
 
     def _open(self, client: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         try:
@@ -325,7 +322,7 @@ class Router(Books):
         session = self._session_of(verify, session_id)
         if session is None:
             return []
-        return [*self._finish(session, frame, "done", now), *self._pair_waiting()]
+        return [*self._finish(session, frame, "done", now), *self._settle(now)]
 
     def _verify_error(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(verify, session_id)
@@ -335,15 +332,17 @@ class Router(Books):
         assert isinstance(error, Error), "peek and decode agree on the type"
         if error.code == "draining":
             verify.draining = True
-            return [*self._move(session, f"{verify} is draining", now), *self._pair_waiting()]
+            return [*self._move(session, f"{verify} is draining", now), *self._settle(now)]
+        if error.code == "overloaded":
+            return [*self._crowded_out(session, verify, frame, now), *self._settle(now)]
         if error.code != DRAFT_FAULT:
-            return [*self._finish(session, frame, error.code, now), *self._pair_waiting()]
+            return [*self._finish(session, frame, error.code, now), *self._settle(now)]
         if session.draft is None:
             return self._drop(DropReason.NO_DRAFT_NODE)
         # The Error frees the session at the draft node, as a Release would.
         draft = self._unpair(session)
         session.refused.add(draft)
-        return [Forward(draft, frame), *self._pair_waiting()]
+        return [Forward(draft, frame), *self._settle(now)]
 
     def _to_draft(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:
         session = self._session_of(verify, session_id)
@@ -364,7 +363,7 @@ class Router(Books):
         # The draft node has freed the session already, so it gets no Release.
         session.refused.add(self._unpair(session))
         assert session.verify is not None, "who has no verify node has no draft node"
-        return [Forward(session.verify, frame), *self._pair_waiting()]
+        return [Forward(session.verify, frame), *self._settle(now)]
 
     def _malformed(self, peer: Peer, drop: DropReason, code: str, reason: str, now: float) -> list[Action]:
         self.drops[drop] += 1

@@ -189,7 +189,7 @@ class RelayServer:
                 self.identities[peer_id] = renewed
                 peer.max_sessions = renewed.credential.max_sessions or MAX_SESSIONS_PER_CLIENT
                 peer.credential = renewed.credential.name
-                link.pace = self.access.pace(renewed, now)
+                link.pace = self.access.pace(renewed.credential, now)
 
     async def _on_websocket(self, websocket: WebSocket, identity: object) -> None:
         """The life of one authenticated peer."""
@@ -209,7 +209,7 @@ class RelayServer:
             max_queued_bytes=self.config.max_queued_bytes,
             on_write=mark_residence,
             on_malformed=lambda exc, now: self._perform(self.router.on_malformed(peer_id, str(exc), now), now),
-            pace=self.access.pace(identity, self._now()),
+            pace=self.access.pace(identity.credential, self._now()),
         )
         try:
             hello = await self._meet(peer_id, link, identity)

@@ -100,6 +100,8 @@ def families(relay: Showing) -> list[Family]:
                  {"in": totals["bytes in"], "out": totals["bytes out"]}),
         labelled("counter", "foredraft_paced_frames_total", "Frames after which a credential's links were read later.",
                  "credential", {name: pace.num_delayed for name, pace in relay.paces.items()}),
+        labelled("counter", "foredraft_refused_requests_total", "HTTP requests above their credential's rate.",
+                 "credential", {name: pace.num_refused for name, pace in relay.paces.items()}),
         gauge("foredraft_queued_frames", "Frames that wait to be written.", sum(queued)),
         gauge("foredraft_queued_frames_max", "The longest queue of one link.", max(queued, default=0)),
         gauge("foredraft_queued_bytes", "Bytes that wait to be written.", sum(queued_bytes)),

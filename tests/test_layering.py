@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 # The whole protocol is to be read on one page.
-LONG_ON_PURPOSE = {"wire/messages.py": 680}
+LONG_ON_PURPOSE = {"wire/messages.py": 710}
 
 OURS = {"wire", "speculation", "engine", "node_draft", "node_verify", "relay", "infra"}
 # Import name of everything that is neither ours nor the standard library's: what each package may use besides that.

@@ -38,6 +38,7 @@ MAX_PROMPT_CHARS = 900_000
 MAX_POSITION = 1 << 24
 MAX_NODE_ID = 1 << 40
 MAX_NODES_PER_FRAME = 1024
+MAX_ROUNDS_PER_FRAME = 64
 MAX_TOKENS_PER_FRAME = 65_536
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -489,6 +490,28 @@ class Prefix(SessionMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedRound:
+    """How the round of one frame of candidates ended at the draft node, all durations of that node's clock.
+
+    Attributes:
+        frame: the frame's number.
+        relay_s: residence of the acceptance that answered it in the relay, on the way down.
+        apply_s: from the arrival of that acceptance until the tree had moved along it.
+        round_s: the whole round, from the start of the frame's drafting.
+    """
+
+    frame: int
+    relay_s: float
+    apply_s: float
+    round_s: float
+
+    def __post_init__(self) -> None:
+        check_int("applied.frame", self.frame, 0, MAX_NODE_ID)
+        for name in ("relay_s", "apply_s", "round_s"):
+            check_number(f"applied.{name}", getattr(self, name), 0.0, MAX_DURATION_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(SessionMessage):
     """Draft to verify node: nodes appended to the session's tree, node i having the id first_node + i.
 
@@ -499,6 +522,7 @@ class Candidates(SessionMessage):
         tokens: token id of each node.
         scores: 0..255 for each node, its log-probability given its parent as -score / 16 nats (255: below -15.9).
         draft_s, overhead_s: time the drafter spent on these nodes in the model and around it.
+        applied: earlier frames whose rounds are over since the last frame; for whoever watches.
         relay_s: added by the relay: how long the frame was inside it.
     """
 
@@ -511,6 +535,7 @@ class Candidates(SessionMessage):
     scores: tuple[int, ...]
     draft_s: float = 0.0
     overhead_s: float = 0.0
+    applied: tuple[AppliedRound, ...] = ()
     relay_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -530,6 +555,10 @@ class Candidates(SessionMessage):
         for node, parent in enumerate(self.parents, self.first_node):
             if parent >= node:
                 raise ProtocolError(f"candidates.parents of node {node} must be an earlier node, got {parent}")
+        if len(self.applied) > MAX_ROUNDS_PER_FRAME:
+            raise ProtocolError(
+                f"candidates.applied has {len(self.applied)} entries, the limit is {MAX_ROUNDS_PER_FRAME}"
+            )
         for name in ("draft_s", "overhead_s", "relay_s"):
             check_number(f"candidates.{name}", getattr(self, name), 0.0, MAX_DURATION_S)
 

@@ -44,6 +44,7 @@ function show(answer, chunk) {
     return;
   }
   const choice = chunk.choices[0];
+  if (!choice) return; // a chunk that has the usage and no choice
   const text = choice.delta.content;
   if (text) answer.append(element("span", { class: `token ${mostly(chunk.foredraft?.sources)}` }, text));
   if (choice.finish_reason) {

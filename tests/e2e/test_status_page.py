@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from engine.scripted_logits import agreeing
 from relay import api_page
 from relay.api import Gateway
+from relay.api_rounds import PARTS
 from tests.e2e.conftest import ANSWER, SECRET, says
+from wire.aio.trace import TraceWriter
 from wire.messages import OpenSession, TextDelta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -66,7 +69,24 @@ async def pipeline(in_process: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     )  # fmt: skip
 
 
+class LedgerRounds(TraceWriter):
+    """Keeps what the draft node's ledger has for each round, instead of writing it to a file."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.total_ms: dict[int, float] = {}
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    def write(self, event: str, now: float, **fields: Any) -> None:
+        if event == "round":
+            self.total_ms[fields["timing"]["frame"]] = (fields["applied_at"] - fields["started_at"]) * 1e3
+
+
 async def test_the_page_shows_nodes_sessions_rounds_and_a_shaded_answer(pipeline: Any, browser: Browser) -> None:
+    ledger = pipeline.draft.trace = LedgerRounds()
     async with page_of(browser, pipeline.url) as page:
         nodes = page.locator("#nodes tr")
         await expect(nodes).to_have_count(2)
@@ -93,14 +113,43 @@ async def test_the_page_shows_nodes_sessions_rounds_and_a_shaded_answer(pipeline
 
         # The mean round's parts add up to its sum, as listed.
         texts = await page.locator("#parts dd").all_inner_texts()
-        *parts, total = [float(text.removesuffix(" ms")) for text in texts]
-        assert len(parts) == 11
-        assert sum(parts) == pytest.approx(total, abs=0.01 * len(parts))
+        *parts, together, whole = [float(text.removesuffix(" ms")) for text in texts]
+        assert len(parts) == len(PARTS)
+        assert sum(parts) == pytest.approx(together, abs=0.01 * len(parts))
+        assert together == pytest.approx(whole, abs=0.01)
+        names = await page.locator("#parts dt").all_inner_texts()
+        assert names[:-1] == [*PARTS, "sum of the parts"]
+        # No two parts have the same colour.
+        swatches = "all => all.map(each => getComputedStyle(each, '::before').backgroundColor)"
+        assert len(set(await page.locator("#parts [class^=part-] dt").evaluate_all(swatches))) == len(PARTS)
         widths = await page.locator("#ledger rect").evaluate_all("bars => bars.map(bar => +bar.getAttribute('width'))")
         assert sum(widths) == pytest.approx(1000)
+        # And so does every round in the waterfall, to the time that the draft node's own ledger has for it.
+        await page.get_by_text("The same rounds in figures").click()
+        rows = [row.split() for row in await page.locator("#round-figures tr").all_inner_texts()]
+        assert len(rows) == await page.locator("#waterfall g").count() == 12
+        for frame, _, _, _, parts_sum, _, whole, _ in rows:
+            assert float(parts_sum) == pytest.approx(float(whole), abs=0.02)
+            assert float(whole) == pytest.approx(ledger.total_ms[int(frame.removeprefix("#"))], abs=0.01)
         title = await page.locator("#waterfall title").first.text_content()
         assert title is not None
         assert "rounds over" in title
+
+
+async def test_c054_the_playground_copes_with_a_stream_that_ends_with_usage(in_process: Any, browser: Browser) -> None:
+    pipeline = await in_process(says(ANSWER), admin_secret=ADMIN)
+
+    async def ask_for_usage(route: Route) -> None:
+        body = route.request.post_data_json | {"stream_options": {"include_usage": True}}
+        await route.continue_(post_data=json.dumps(body))
+
+    async with page_of(browser, pipeline.url) as page:
+        await page.route("**/v1/chat/completions", ask_for_usage)
+        await page.get_by_role("button", name="Ask").click()
+        await expect(page.locator("#answer-figures")).to_contain_text("Finished bystop")
+        await expect(page.locator("#answer")).to_have_attribute("aria-busy", "false")
+        assert await page.locator("#answer").inner_text() == ANSWER
+        await expect(page.locator("#answer .error")).to_have_count(0)
 
 
 async def test_a_wrong_secret_shows_nothing_and_the_right_one_can_be_forgotten(pipeline: Any, browser: Browser) -> None:
@@ -214,6 +263,18 @@ async def test_it_reads_well_on_a_phone_in_the_dark_and_by_a_screen_reader(pipel
             'heading "Foredraft" [level=1]', 'heading "Nodes" [level=2]', "status: live", 'region "Table of sessions"',
             'columnheader "Round trip"', 'rowheader "verify"', 'textbox "Question"', 'checkbox "Speculate" [checked]',
             'button "Ask"', "img \"Nodes by region",
+        ):  # fmt: skip
+            assert text in tree, tree
+        await page.get_by_label("Tokens", exact=True).fill("300")
+        await page.get_by_role("button", name="Ask").click()
+        await page.locator("#sessions tr").get_by_role("button").click()
+        await expect(page.locator("#waterfall g").nth(4)).to_be_attached()
+        await page.get_by_text("The same rounds in figures").click()
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+        tree = await page.locator("#rounds").aria_snapshot()
+        for text in (
+            "began before the one before had ended", 'region "Table of rounds"', 'columnheader "Whole round"',
+            'img "Parts of a mean round', "term: apply", "term: sum of the parts",
         ):  # fmt: skip
             assert text in tree, tree
         unnamed = await page.evaluate(

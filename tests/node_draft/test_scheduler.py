@@ -13,7 +13,17 @@ from speculation.growth import parse_growth
 from speculation.passes import Child, DraftResult, DraftStep
 from speculation.tree import ROOT
 from wire.codec import digest_ids
-from wire.messages import Acceptance, Candidates, Error, Prefix, Release, Resync, RoundTiming
+from wire.messages import (
+    MAX_ROUNDS_PER_FRAME,
+    Acceptance,
+    AppliedRound,
+    Candidates,
+    Error,
+    Prefix,
+    Release,
+    Resync,
+    RoundTiming,
+)
 
 
 def scheduler(growth: str = "chain:2+6", **limits: int) -> DraftScheduler:
@@ -197,6 +207,34 @@ def test_an_answered_frame_closes_its_round_and_forgets_older_ones() -> None:
     assert isinstance(answered, FrameAnswered)
     assert (answered.started_at, answered.sent_at, answered.draft_s) == (1.0, 1.5, 0.001)
     assert list(draft.sessions["s"].in_flight) == [2]
+
+
+def test_the_next_frame_tells_how_earlier_rounds_ended_and_tells_it_once() -> None:
+    draft = scheduler("chain:1+6")
+    draft.on_prefix(prefix())
+    over = [AppliedRound(frame=i, relay_s=0.001, apply_s=0.002, round_s=0.1) for i in range(3)]
+    planned, _ = step(draft)
+    (first,) = candidates(answer(draft, planned, 10))
+    draft.on_round_over("s", 1, over[0])
+    draft.on_round_over("s", 1, over[1])
+    draft.on_round_over("s", 2, over[2])  # of a pairing that is over
+    draft.on_round_over("gone", 1, over[2])
+    assert list(draft.sessions["s"].applied) == over[:2]
+    planned, _ = step(draft)
+    (second,) = candidates(answer(draft, planned, 11))
+    planned, _ = step(draft)
+    (third,) = candidates(answer(draft, planned, 12))
+    assert [frame.applied for frame in (first, second, third)] == [(), (over[0], over[1]), ()]
+
+
+def test_rounds_that_nobody_is_told_of_are_forgotten_oldest_first() -> None:
+    draft = scheduler()
+    draft.on_prefix(prefix())
+    for i in range(3 * MAX_ROUNDS_PER_FRAME):
+        draft.on_round_over("s", 1, AppliedRound(frame=i, relay_s=0.0, apply_s=0.0, round_s=0.0))
+    assert [over.frame for over in draft.sessions["s"].applied] == list(
+        range(2 * MAX_ROUNDS_PER_FRAME, 3 * MAX_ROUNDS_PER_FRAME)
+    )
 
 
 def test_a_failed_step_costs_its_session_the_drafter_and_nobody_else() -> None:

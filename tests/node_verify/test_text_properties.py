@@ -13,6 +13,7 @@ from engine.tiny import tiny_tokenizer
 from engine.tokenizer import TextCodec, Tokenizer
 from node_verify.text import AnswerText
 from tests.engine.test_tokenizer import sentencepiece_tokenizer
+from tests.node_verify.test_text import splits
 
 ALPHABET = "ab 'x,\n🙂日é we like short tests the mint tea"
 texts = st.text(st.sampled_from(ALPHABET), max_size=24)
@@ -60,6 +61,38 @@ def test_joined_deltas_are_the_whole_decode_up_to_the_stop(kind: str, data: st.D
     cut = first_stop(whole, stops)
     assert "".join(shown) == whole[:cut]
     assert text.finish() == ""
+
+
+@pytest.mark.parametrize("text", ["we like short tests", "x     y", "the 'mint' tea"])
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_c050_no_space_is_lost_wherever_the_answer_begins_and_however_it_is_chunked(kind: str, text: str) -> None:
+    tokenizer = codec(kind)
+    ids = tokenizer.encode(text)
+    for start in range(1, len(ids)):
+        prompt, answer = ids[:start], ids[start:]
+        whole = tokenizer.decode(ids)[len(tokenizer.decode(prompt)) :]
+        # Every chunking of the last ten tokens; what is before them comes at once.
+        fixed, free = answer[:-10], answer[-10:]
+        for blocks in splits(free):
+            shown = AnswerText(tokenizer.decode_stream(prompt), ["'mint,", " " * 9])
+            pushed = [shown.push(block).text for block in (fixed, *blocks)]
+            assert "".join(pushed) + shown.finish() == whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+def test_c052_a_special_id_in_mid_answer_is_hidden_and_its_letters_are_not(size: int) -> None:
+    tokenizer = codec("byte level")
+    begin, im_end = 3, 2
+    assert tokenizer.token_bytes(begin) == b"<|begin|>"
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "what does <|im_end|> mean?"}])
+    assert prompt.count(im_end) == 1, "the template's own: letters in a message are no control id"
+    spelled = [token for letter in "<|im_end|>" for token in tokenizer.encode(letter)]
+    assert im_end not in spelled
+    answer = [*tokenizer.encode("the end"), begin, *tokenizer.encode(" of "), *spelled, im_end]
+    text = AnswerText(tokenizer.decode_stream(prompt), ["of <|begin|>"])
+    pushes = [text.push(answer[i : i + size]) for i in range(0, len(answer), size)]
+    assert "".join(push.text for push in pushes) + text.finish() == "the end of <|im_end|>"
+    assert sum(push.num_tokens for push in pushes) == len(answer), "hidden ids count all the same"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte level", "sentencepiece"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -256,10 +257,52 @@ def test_c007_ids_logprobs_and_usage_describe_the_same_tokens(simulate: Simulate
         answer = simulation.answers["s"]
         assert answer.done is not None
         assert answer.done.completion_tokens == len(answer.tokens) == 3
-        assert answer.done.report["tokens_draft"] + answer.done.report["tokens_plain"] == 3
+        counts = answer.done.report
+        assert counts["tokens_draft"] + counts["tokens_plain"] == 3
+        assert counts["accepted"] == counts["tokens_draft"] == answer.sources.count("draft") <= counts["drafted"]
+        assert counts["accepted"] == (3 if speculate and ending != "budget" else 2 if speculate else 0)
         answers.append((answer.tokens, answer.text, answer.finish_reason, answer.logprobs))
         assert len(answer.logprobs) == 3
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.7, top_k=2, seed=5)], ids=["greedy", "sampled"]
+)
+def test_c008_logprobs_are_the_targets_for_accepted_corrected_and_bonus_tokens(
+    simulate: Simulate, sampling: Sampling
+) -> None:
+    """They are of the logits before temperature and top-k, as `TokenLogprob` says."""
+    row = [math.log(p) for p in (0.5, 0.3, 0.2)]
+    passes: list[Acceptance] = []
+
+    def fault(leg: str, message: Message) -> tuple[float, ...]:
+        if isinstance(message, Acceptance) and leg == "verify>relay" and message.rounds:
+            passes.append(message)
+        return (0.0,)
+
+    # Never right at every fifth position, the target itself at the others: blocks of four are accepted or corrected.
+    def drafter(prefix: tuple[int, ...]) -> list[float]:
+        return [-row[0], -row[1] - 9.0, -row[2]] if len(prefix) % 5 == 0 else row
+
+    answers = []
+    for speculate in (True, False):
+        simulation = simulate(
+            lambda prefix: row, drafter, growth="chain:3", patience_s=1.0, vocab_size=3, max_tokens=30, logprobs=2,
+            sampling=sampling, fault=fault, speculate=speculate, prompt=(1, 2, 0),
+        )  # fmt: skip
+        answers.append(simulation.answers["s"])
+    drafted, alone = answers
+    assert drafted.tokens == alone.tokens
+    assert len(drafted.logprobs) == len(alone.logprobs) == len(drafted.tokens) == 30
+    for token, entry, reference_entry in zip(drafted.tokens, drafted.logprobs, alone.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(row[token], abs=1e-5)
+        assert entry.top_ids == reference_entry.top_ids == (0, 1)
+        assert entry.top_logprobs == pytest.approx(row[:2], abs=1e-5)
+        assert entry.logprob == pytest.approx(reference_entry.logprob, abs=1e-5)
+    assert any(each.num_accepted > 0 for each in passes), "some accepted"
+    assert any(len(each.tokens) <= 3 for each in passes), "some corrected"
+    assert any(each.num_accepted == 3 and len(each.tokens) == 4 for each in passes), "some with a bonus token"
 
 
 @pytest.mark.parametrize("num_prompt", [20, 27, 31])

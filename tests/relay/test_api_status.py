@@ -142,7 +142,7 @@ async def test_two_viewers_of_one_session_share_its_watch(relay: Any) -> None:
     assert one is two
     board.unwatch("s")
     board.on_frame("candidates", "s", encode(frame), 1.0)
-    assert len(one._waiting) == 1
+    assert len(one._open) == 1
     board.unwatch("s")
     board.on_frame("candidates", "s", encode(frame), 1.0)
     assert board.watch("s") is not one

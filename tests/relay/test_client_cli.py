@@ -153,6 +153,8 @@ async def test_what_is_wrong_is_one_line_and_an_exit_code(relay: Any) -> None:
     assert len(err.splitlines()) == 1
     code, _, err = await finish(await start(relay, "stream"), b"  \n")
     assert (code, err) == (2, "foredraft stream: there is nothing to ask: give a text, or one on standard input\n")
+    code, _, err = await finish(await start(relay, "stream"), b"caf\xe9")
+    assert (code, err) == (2, "foredraft stream: the text is not valid UTF-8, see character 4\n")
     code, _, err = await finish(await start(relay, "sing", "x"))
     assert code == 2
     assert "must be chat or stream, got 'sing'" in err

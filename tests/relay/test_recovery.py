@@ -196,7 +196,7 @@ async def test_c040_without_a_replacement_the_error_is_explicit_and_the_text_so_
     answer = Listener(client, SAMPLINGS[0])
     await answer.reached(20)
     await first.kill()
-    with pytest.raises(RequestFailed, match=r"no other node came within 0\.1 s") as failed:
+    with pytest.raises(RequestFailed, match=r"no other node took over within 0\.1 s") as failed:
         await asyncio.wait_for(answer.task, BOUND_S)
     assert failed.value.code == "verify_lost"
     assert tuple(answer.tokens) == reference(TARGET, SAMPLINGS[0], PROMPT, 120)[: len(answer.tokens)]

@@ -255,9 +255,63 @@ def test_c040_without_a_replacement_the_client_is_told_within_the_stated_time(ru
     told = decode(error.frame)
     assert isinstance(told, Error)
     assert (told.session, told.code) == ("s", "verify_lost")
-    assert "no other node came within 10 s" in told.message
+    assert "no other node took over within 10 s" in told.message
     assert ended == SessionEnded("s", "verify node lost", 11.0)
     assert running.next_timer() is None
+
+
+FULL = Error(session="s", code="overloaded", message="the line is full")
+
+
+def resent(actions: list[Action]) -> list[tuple[str, tuple[int, ...]]]:
+    """To whom a session was sent anew, behind which tokens."""
+    sent = [(a.peer, decode(a.frame)) for a in actions if isinstance(a, Forward)]
+    return [(peer, message.committed) for peer, message in sent if isinstance(message, OpenSession)]
+
+
+def test_c040_a_replacement_without_a_place_is_passed_over(running: Router) -> None:
+    for name in ("verify2", "verify3"):
+        join(running, name, "verify")
+    say(running, "verify", DELTA)
+    assert resent(running.on_gone("verify", 5.0)) == [("verify2", (5,))]
+    assert resent(say(running, "verify2", FULL)) == [("verify3", (5,))]
+    assert say(running, "verify3", DONE)[0] == Forward("client", encode(DONE))
+    assert running.deadlines == {}
+
+
+def test_c040_an_answer_that_has_begun_waits_for_a_place_where_all_are_full(running: Router) -> None:
+    """Within the stated time, counted from the loss: a node that refuses it does not start the time anew."""
+    join(running, "verify2", "verify")
+    other = replace(OPEN, session="other", speculate=False)
+    join(running, "client2", "client")
+    running.on_gone("draft", 0.0)
+    assert resent(say(running, "client2", other)) == [("verify2", ())]
+    say(running, "verify", DELTA)
+    assert resent(running.on_gone("verify", 5.0)) == [("verify2", (5,))]
+    assert resent(running.on_frame("verify2", encode(FULL), 6.0)) == []
+    assert running.next_timer() == 15.0
+    # It is tried again when a session ends there, and not before.
+    assert say(running, "verify2", replace(DELTA, session="other")) == [
+        Forward("client2", encode(replace(DELTA, session="other")))
+    ]
+    assert resent(running.on_frame("verify2", encode(replace(DONE, session="other")), 7.0)) == [("verify2", (5,))]
+    # Somebody else was faster; nothing comes any more.
+    assert resent(running.on_frame("verify2", encode(FULL), 8.0)) == []
+    assert running.on_timer(14.9) == []
+    (told, *_) = running.on_timer(15.0)
+    assert isinstance(told, Forward)
+    error = decode(told.frame)
+    assert isinstance(error, Error)
+    assert error.code == "verify_lost"
+    assert "took over within 10 s, 1 with the same model had no place" in error.message
+    assert running.sessions == {}
+
+
+def test_a_new_request_that_no_node_has_a_place_for_is_refused_at_once(running: Router) -> None:
+    join(running, "verify2", "verify")
+    assert resent(say(running, "verify", FULL)) == [("verify2", ())]
+    assert say(running, "verify2", FULL)[0] == Forward("client", encode(FULL))
+    assert running.sessions == {}
 
 
 def test_c040_a_replacement_may_come_while_the_session_waits(running: Router) -> None:

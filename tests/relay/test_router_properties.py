@@ -55,6 +55,7 @@ def frames(session: str) -> list[bytes]:
             OpenSession(session=session, prompt="x", resume_key="k"),
             Resume(session=session, key="k", position=0),
             Resume(session=session, key="no", position=0),
+            Error(session=session, code="overloaded", message="x"),
         )
     ]
 
@@ -128,7 +129,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.check(actions)
         self.check_releases(was, actions, told={})
 
-    @rule(peer=PEERS, session=SESSIONS, kind=st.integers(0, 14))
+    @rule(peer=PEERS, session=SESSIONS, kind=st.integers(0, 15))
     def frame(self, peer: str, session: str, kind: int) -> None:
         frame = frames(session)[kind]
         was = {s.id: s.draft for s in self.router.sessions.values()}

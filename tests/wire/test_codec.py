@@ -23,6 +23,7 @@ from wire.messages import (
     ROLES,
     SOURCES,
     Acceptance,
+    AppliedRound,
     Cancel,
     Candidates,
     ChatMessage,
@@ -108,6 +109,9 @@ def prefixes(draw: st.DrawFn) -> Prefix:
     )  # fmt: skip
 
 
+applied_rounds = st.builds(AppliedRound, frame=numbers, relay_s=seconds, apply_s=seconds, round_s=seconds)
+
+
 @st.composite
 def candidates(draw: st.DrawFn) -> Candidates:
     first = draw(numbers)
@@ -117,6 +121,7 @@ def candidates(draw: st.DrawFn) -> Candidates:
         parents=tuple(draw(st.integers(-8, first + i - 1)) for i in range(num)),
         tokens=tuple(draw(ids) for _ in range(num)), scores=tuple(draw(st.integers(0, 255)) for _ in range(num)),
         draft_s=draw(seconds), overhead_s=draw(seconds), relay_s=draw(seconds),
+        applied=tuple(draw(st.lists(applied_rounds, max_size=3))),
     )  # fmt: skip
 
 
@@ -275,6 +280,9 @@ def test_text_that_is_not_unicode_is_refused() -> None:
         decode('{"type":"cancel","session":"\ud800"}')
 
 
+OVER = {"frame": 1, "relay_s": 0.001, "apply_s": 0.002, "round_s": 0.1}
+
+
 def corrupted(**fields: Any) -> bytes:
     return orjson.dumps(orjson.loads(encode(CANDIDATES)) | fields)
 
@@ -296,6 +304,9 @@ def corrupted(**fields: Any) -> bytes:
         (encode(CANDIDATES).replace(b"0.02", b"1e999"), "not JSON"),
         (encode(CANDIDATES)[:-9], "not JSON"),
         (corrupted(nonce=1), "candidates has no field 'nonce'"),
+        (corrupted(applied=[OVER] * 65), "candidates.applied has 65 entries, the limit is 64"),
+        (corrupted(applied=[OVER | {"apply_s": -0.1}]), "applied.apply_s must be in 0..1e.07, got -0.1"),
+        (corrupted(applied=[{"frame": 1}]), r"candidates.applied\[0\] lacks relay_s, apply_s, round_s"),
         (corrupted(session=5), "session"),
         (b'{"type":"candidates","session":"s1"}', "candidates lacks epoch, frame"),
         (b'{"type":"teapot"}', "type must be one of"),

@@ -11,7 +11,7 @@ import pytest
 
 from wire import messages
 from wire.codec import decode
-from wire.messages import MESSAGES, ChatMessage, ModelIdentity, OpenSession, RoundTiming, TokenLogprob
+from wire.messages import MESSAGES, AppliedRound, ChatMessage, ModelIdentity, OpenSession, RoundTiming, TokenLogprob
 from wire.sampling import Sampling
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -33,13 +33,16 @@ def test_each_message_stands_there_with_its_fields(name: str) -> None:
     assert ROWS[name][1]
 
 
-@pytest.mark.parametrize("kind", [ModelIdentity, ChatMessage, Sampling, TokenLogprob, RoundTiming])
+OBJECTS = (ModelIdentity, ChatMessage, Sampling, TokenLogprob, RoundTiming, AppliedRound)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
 def test_each_object_stands_there_with_its_fields(kind: Any) -> None:
     assert ROWS[kind.__name__][1] == fields(kind)
 
 
 def test_nothing_stands_there_that_does_not_exist() -> None:
-    objects = {"ModelIdentity", "ChatMessage", "Sampling", "TokenLogprob", "RoundTiming"}
+    objects = {kind.__name__ for kind in OBJECTS}
     limits = {name for name in ROWS if name.isupper()}
     assert set(ROWS) == set(MESSAGES) | objects | limits
     for name in limits:
