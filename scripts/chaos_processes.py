@@ -37,6 +37,8 @@ EVENTS = {
 """What goes wrong, and how often beside the others: SIGKILL, SIGTERM, and SIGSTOP for a while."""
 STANDSTILLS_S = (0.3, 1.0, 4.0, 15.0)
 """The longest is longer than a link's silence may be."""
+RELAY_AWAY = ("no relay answers", "answered with HTTP 503", "turned us away")
+"""What a node says that ends because the relay is not there, or is going."""
 SETTLE_S = 30.0
 """After a start a process takes memory for a while: for its first sessions of each kind."""
 
@@ -103,7 +105,7 @@ class World:
                 part = await self.parts.start(f"{place.name}-{time.monotonic_ns()}", place.command)
             except StartFailed as exc:
                 # A node whose relay is away just then ends with an error, and systemd starts it again.
-                if not started.is_set() or "no relay answers" not in str(exc):
+                if not started.is_set() or not any(sign in str(exc) for sign in RELAY_AWAY):
                     self.died.append(f"{place.name}: {exc}")
                 await asyncio.sleep(1.0)
                 continue
