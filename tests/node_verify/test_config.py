@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from node_draft.config import DraftConfig
@@ -23,6 +25,16 @@ def test_a_checkpoints_own_code_is_not_trusted_unless_asked_and_passes_are_captu
     assert (default.trust_remote_code, default.capture, default.self_check) == (False, True, True)
     asked = config.read([*NEEDED, "--trust-remote-code", "--no-capture", "--max-length", "0"])
     assert (asked.trust_remote_code, asked.capture, asked.max_length) == (True, False, 0)
+
+
+def test_a_node_bounds_the_compiled_products_it_keeps_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bound a draft node grew by 330 MB with the shapes of its passes."""
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "77")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    VerifyConfig.read(NEEDED)
+    assert os.environ["LRU_CACHE_CAPACITY"] == "77"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
 
 
 def test_the_device_map_is_transformers_own(capsys: pytest.CaptureFixture[str]) -> None:
