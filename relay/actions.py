@@ -25,6 +25,7 @@ class DropReason(Enum):
     RESUME_GONE = "resume_gone"
     NOT_KEPT = "not_kept"
     OVERLOADED = "overloaded"
+    REPEATED = "repeated"
     DRAINING = "draining"
     UNKNOWN_PEER = "unknown_peer"
     NO_PROBE_PEER = "no_probe_peer"

@@ -12,15 +12,17 @@ from relay.actions import Action, DropReason, Forward, Send, SessionEnded, Sessi
 from relay.kept import KeptAnswer
 from relay.pairing import Peer, Session, choose_draft, choose_verify
 from wire.codec import decode, encode
-from wire.errors import ProtocolError
+from wire.errors import MAX_REASON_CHARS, ProtocolError
 from wire.messages import PROBE_PREFIX, Cancel, Done, Error, OpenSession, Paired, Release, Serving, Tokenize
 
-MAX_REASON_CHARS = 1000
 KEEP_S = 30.0
 TAKEOVER_WAIT_S = 10.0
 MAX_KEPT_BYTES = 64 << 20
-CLIENT_DUE, VERIFY_DUE, MOVE_DUE = "client", "verify", "move"
-"""What a deadline is for: a client that is away, a session without a verify node, a node whose sessions move."""
+CLIENT_DUE, VERIFY_DUE, MOVE_DUE, ROOM_DUE = "client", "verify", "move", "room"
+"""What a deadline is for: a client that is away, a session without a verify node, a node whose sessions move, one whose
+queue was full."""
+ROOM_S = 0.05
+"""So long a full queue has before the next request is put into it."""
 
 
 class Books:
@@ -50,6 +52,8 @@ class Books:
         self.num_opened = 0
         self.num_moved = 0
         self.num_resumed = 0
+        self._held: dict[str, list[str]] = {}
+        """By verify node, sessions that found no room in its queue."""
         self._vacated: list[str] = []
         """Verify nodes that sessions have left, once for each, since `_settle`."""
 
@@ -90,6 +94,13 @@ class Books:
             serving = Serving(session=session.id, model=model.name, target=model.fingerprint, keep_s=keep_s)
             actions.append(Send(client.id, serving))
         return actions + self._pair(session)
+
+    def _is_repeated(self, client: Peer, session_id: str, frame: bytes) -> bool:
+        """Whether a request has come twice over the link of its client: messages may."""
+        session = self.sessions.get(session_id)
+        if session is None or session.kept is None:
+            return False
+        return session.client == client.id and session.kept.opening == frame
 
     def _keep(self, session: Session, frame: bytes) -> None:
         """Keep a frame of the answer, if there is room; else the session can neither be resumed nor move."""
@@ -154,6 +165,46 @@ class Books:
             *self._leave_nodes(session, "no place at its verify node", had_place=False),
             *self._take_over(session, now),
         ]
+
+    def _no_room(self, session: Session, verify: Peer, why: str, now: float) -> list[Action]:
+        """A request did not fit the queue to its verify node: another node takes it. Where none can, a new request is
+        refused, and an answer that has begun tries again in a moment."""
+        self.drops[DropReason.OVERLOADED] += 1
+        self._held.setdefault(verify.id, []).append(session.id)
+        self.deadlines.setdefault((verify.id, ROOM_DUE), now + ROOM_S)
+        text = f"the way to {verify} is full: {why}"[:MAX_REASON_CHARS]
+        refusal = encode(Error(session=session.id, code="overloaded", message=text))
+        return self._crowded_out(session, verify, refusal, now)
+
+    def _try_again(self, verify_id: str, now: float) -> list[Action]:
+        """One of the sessions that found no room in the queue to a verify node goes there now."""
+        held = self._held.pop(verify_id, [])
+        while held:
+            session = self.sessions.get(held.pop(0))
+            if session is None or (session.id, VERIFY_DUE) not in self.deadlines:
+                continue
+            if held:
+                self._held[verify_id] = held
+                self.deadlines[verify_id, ROOM_DUE] = now + ROOM_S
+            session.full.discard(verify_id)
+            return self._take_over(session, now)
+        return []
+
+    def _forget_dues(self, node_id: str) -> None:
+        """Nothing is to be done about a node any more."""
+        for due in (MOVE_DUE, ROOM_DUE):
+            self.deadlines.pop((node_id, due), None)
+        self._held.pop(node_id, None)
+
+    def _move_away(self, verify: Peer, now: float) -> list[Action]:
+        """Hand a draining node's sessions to others; where there is none, they stay as long as it does."""
+        actions: list[Action] = []
+        for session in [self.sessions[session_id] for session_id in verify.sessions]:
+            other, _ = choose_verify("", session.target.fingerprint, self.nodes("verify"))
+            if other is not None and session.kept is not None:
+                actions.append(Send(verify.id, Cancel(session=session.id, reason="moved to another node")))
+                actions += self._move(session, f"{verify} is draining", now)
+        return actions
 
     def _settle(self, now: float) -> list[Action]:
         """Give places that have become free to those that wait: at verify nodes, then at draft nodes."""

@@ -33,11 +33,11 @@ import hmac
 from collections.abc import Callable
 
 from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
-from relay.books import CLIENT_DUE, KEEP_S, MAX_KEPT_BYTES, MAX_REASON_CHARS, MOVE_DUE, TAKEOVER_WAIT_S, Books
+from relay.books import CLIENT_DUE, KEEP_S, MAX_KEPT_BYTES, MOVE_DUE, ROOM_DUE, TAKEOVER_WAIT_S, Books
 from relay.pairing import MAX_SESSIONS_PER_CLIENT, Peer, choose_draft, choose_verify, fits_none
 from wire.codec import decode, peek
 from wire.connection import version_mismatch
-from wire.errors import ProtocolError
+from wire.errors import MAX_REASON_CHARS, ProtocolError
 from wire.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -114,7 +114,8 @@ class Router(Books):
                 reason = fits_none(draft, self.nodes("verify"))
                 if reason is not None:
                     actions += self.expel(draft.id, "mismatch", reason, now)
-            for session in self.sessions.values():
+            # A copy: who cannot be handed on is forgotten.
+            for session in list(self.sessions.values()):
                 if session.verify is None and session.last is None:
                     actions += self._take_over(session, now)
         return actions + self._settle(now)
@@ -128,7 +129,7 @@ class Router(Books):
         peer = self.peers.pop(peer_id, None)
         if peer is None:
             return []
-        self.deadlines.pop((peer_id, MOVE_DUE), None)
+        self._forget_dues(peer_id)
         text = f"{peer} was lost: {reason}"[:MAX_REASON_CHARS]
         actions: list[Action] = []
         for session in [self.sessions[session_id] for session_id in peer.sessions]:
@@ -160,6 +161,9 @@ class Router(Books):
                 continue
             if due == MOVE_DUE:
                 actions += self._move_away(self.peers[name], now)
+                continue
+            if due == ROOM_DUE:
+                actions += self._try_again(name, now)
                 continue
             session = self.sessions[name]
             if due == CLIENT_DUE:
@@ -212,6 +216,16 @@ class Router(Books):
             return self._drop(DropReason.UNKNOWN_PEER)
         return self._malformed(peer, DropReason.MALFORMED, "malformed", reason, now)
 
+    def on_queue_full(self, peer_id: str, frame: bytes, why: str, now: float) -> list[Action]:
+        """There is no room in a peer's queue for a frame (empty for a message of the relay's own). Many requests at
+        once need not mean that a verify node does not read; anything else does, and the peer is closed."""
+        kind, session_id = peek(frame) if frame else ("", None)
+        session = self.sessions.get(session_id or "")
+        if session is not None and session.verify == peer_id and kind in (OpenSession.type, Tokenize.type):
+            return [*self._no_room(session, self.peers[peer_id], why, now), *self._settle(now)]
+        self.drops[DropReason.SLOW_CONSUMER] += 1
+        return self.expel(peer_id, "slow_consumer", f"it reads too slowly: {why}", now)
+
     def expel(self, peer_id: str, code: str, reason: str, now: float) -> list[Action]:
         """Close a peer; its sessions go as if it had left."""
         if peer_id not in self.peers:
@@ -226,6 +240,8 @@ class Router(Books):
         except ProtocolError as exc:
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_request", str(exc))
         assert isinstance(request, OpenSession | Tokenize), "peek and decode agree on the type"
+        if self._is_repeated(client, session_id, frame):
+            return self._drop(DropReason.REPEATED)
         if session_id in self.sessions:
             text = f"session {session_id} exists already"
             return self._fail(client, session_id, DropReason.BAD_REQUEST, "bad_session", text)
@@ -293,16 +309,6 @@ class Router(Books):
             if choose_draft(session, self.nodes("draft")) is not None:
                 released = Release(session=session.id, reason="the draft node is draining")
                 actions += [Send(self._unpair(session), released), *self._pair(session)]
-        return actions
-
-    def _move_away(self, verify: Peer, now: float) -> list[Action]:
-        """Hand a draining node's sessions to others; where there is none, they stay as long as it does."""
-        actions: list[Action] = []
-        for session in [self.sessions[session_id] for session_id in verify.sessions]:
-            other, _ = choose_verify("", session.target.fingerprint, self.nodes("verify"))
-            if other is not None and session.kept is not None:
-                actions.append(Send(verify.id, Cancel(session=session.id, reason="moved to another node")))
-                actions += self._move(session, f"{verify} is draining", now)
         return actions
 
     def _to_client(self, verify: Peer, session_id: str, frame: bytes, now: float) -> list[Action]:

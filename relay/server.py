@@ -116,6 +116,8 @@ class RelayServer:
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
+                # What is queued belongs to the answers too: a Close would overtake it.
+                await asyncio.gather(*[link.flush() for link in self.links.values()])
         except TimeoutError:
             log.warning("%d sessions did not finish within %g s", len(self.router.sessions), grace_s)
         await self._listener.close("the relay is shutting down")
@@ -354,8 +356,8 @@ class RelayServer:
         try:
             link.send(message, now=now)
         except QueueFull as exc:
-            self.router.drops[DropReason.SLOW_CONSUMER] += 1
-            return self.router.expel(peer, "slow_consumer", f"it reads too slowly: {exc}", now)
+            frame = message if isinstance(message, bytes) else b""
+            return self.router.on_queue_full(peer, frame, str(exc), now)
         return []
 
     def _dismiss(self, peer: str, code: str, reason: str, now: float) -> None:

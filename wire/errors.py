@@ -13,6 +13,8 @@ WireError
 
 from __future__ import annotations
 
+MAX_REASON_CHARS = 1000
+
 
 class WireError(Exception):
     """Anything that went wrong between two peers."""
@@ -59,3 +61,8 @@ class QueueFull(WireError):
 
 class LinkLost(WireError):
     """The link is gone; a reconnect may help."""
+
+
+def in_words(exc: BaseException) -> str:
+    """Kind and text of an error of any library's, as long as a peer may be told: a compiler's fill pages."""
+    return f"{type(exc).__name__}: {exc}"[:MAX_REASON_CHARS]

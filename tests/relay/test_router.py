@@ -601,3 +601,79 @@ def test_a_client_has_a_limit_of_sessions(router: Router) -> None:
         codes |= {action.message.code for action in actions if isinstance(action, Send)}  # type: ignore[attr-defined]
     assert codes == {"overloaded"}
     assert len(router.sessions) == 256
+
+
+def test_a_session_that_cannot_be_handed_on_ends_alone_when_a_verify_node_comes(running: Router) -> None:
+    say(running, "client", replace(OPEN, session="whole"))
+    say(running, "verify", replace(DELTA, start=5))  # a gap: what was committed is not known
+    running.on_gone("verify", 1.0)
+    actions = join(running, "second", "verify")
+    (told,) = [decode(a.frame) for a in actions if isinstance(a, Forward) and a.peer == "client"]
+    assert isinstance(told, Error)
+    assert (told.session, told.code) == ("s", "verify_lost")
+    assert list(running.sessions) == ["whole"]
+    assert running.sessions["whole"].verify == "second"
+
+
+def full(router: Router, peer: str, message: Message, now: float = 0.0) -> list[Action]:
+    """There was no room in the peer's queue for this message."""
+    return router.on_queue_full(peer, encode(message), "4 frames wait already", now)
+
+
+def test_a_request_that_does_not_fit_a_verify_nodes_queue_goes_to_another_or_is_refused(running: Router) -> None:
+    assert the_error_told(full(running, "verify", OPEN)) == ("s", "overloaded")
+    assert "verify" in running.peers
+    join(running, "second", "verify")
+    say(running, "client", OPEN)
+    assert resent(full(running, running.sessions["s"].verify or "", OPEN)) == [("second", ())]
+    # The queue has room again, and nobody waits for it.
+    assert running.on_timer(1.0) == []
+    assert running.deadlines == {}
+
+
+def the_error_told(actions: list[Action]) -> tuple[str | None, str]:
+    (told,) = [decode(a.frame) for a in actions if isinstance(a, Forward) and a.peer == "client"]
+    assert isinstance(told, Error)
+    return told.session, told.code
+
+
+def test_answers_that_have_begun_wait_for_room_in_a_verify_nodes_queue(running: Router) -> None:
+    """Who takes over many sessions at once must not be closed for it: it would come back to the same crowd."""
+    others = [replace(OPEN, session=f"s{i}", speculate=False) for i in range(2)]
+    for other in others:
+        say(running, "client", other)
+    running.on_gone("verify", 1.0)
+    assert [peer for peer, _ in resent(running.on_hello("second", hello_of("second"), 2.0))] == ["second"] * 3
+    for i in range(2):
+        assert resent(full(running, "second", others[i], 2.0)) == []
+    assert [s.verify for s in running.sessions.values()] == ["second", None, None]
+    for i in range(2):
+        at = running.next_timer()
+        assert at is not None
+        assert at < 3.0
+        assert resent(running.on_timer(at)) == [("second", ())]
+        assert running.sessions[f"s{i}"].verify == "second"
+    assert running.deadlines == {}
+    # For anything else a full queue is its reader's fault.
+    closed = full(running, "second", CANDIDATES, 4.0)[0]
+    assert isinstance(closed, ClosePeer)
+    assert closed.code == "slow_consumer"
+
+
+def hello_of(name: str) -> Hello:
+    return Hello(protocol=PROTOCOL_VERSION, role="verify", name=name, model=TARGET)
+
+
+def test_a_node_that_goes_leaves_nobody_waiting_for_its_queue(running: Router) -> None:
+    running.on_gone("verify", 1.0)
+    running.on_hello("second", hello_of("second"), 2.0)
+    full(running, "second", OPEN, 2.0)
+    running.on_gone("second", 2.01)
+    assert running.next_timer() == 11.0
+
+
+def test_a_request_that_comes_twice_counts_once(running: Router) -> None:
+    assert say(running, "client", OPEN) == []
+    assert running.drops[DropReason.REPEATED] == 1
+    assert the_error(say(running, "client", replace(OPEN, prompt="another")))[2] == "bad_session"
+    assert say(running, "verify", DONE)[0] == Forward("client", encode(DONE))

@@ -430,3 +430,49 @@ async def test_a_peer_that_never_says_hello_is_closed(start_relay: StartRelay) -
     headers = {"Authorization": f"Bearer {relay.secret}"}
     mute = await connect(relay.url, additional_headers=headers, compression=None)
     assert (await close_of(mute))[0] == 1002
+
+
+async def test_more_requests_than_a_queue_holds_cost_no_verify_node_its_link(start_relay: StartRelay) -> None:
+    """Their verify node is lost, and the next one gets all of them in one turn of the loop."""
+    relay = await start_relay(max_queued_bytes=1 << 20)
+    first = await relay.join("verify")
+    client = await relay.join("client")
+    names = [f"s{i}" for i in range(6)]
+    for name in names:
+        client.send(OpenSession(session=name, prompt="x" * 300_000, speculate=False))
+        await first.expect(OpenSession)
+    await first.close()
+    second = await relay.join("verify")
+    assert sorted([(await second.expect(OpenSession)).session for _ in names]) == names
+    for name in names:
+        second.send(done(name))
+        assert (await client.expect(Done)).session == name
+    assert second.id in relay.server.router.peers
+
+
+async def test_a_drained_relay_has_sent_what_was_queued(start_relay: StartRelay) -> None:
+    """A client behind a thin link gets the end of its answer before the close."""
+    relay = await start_relay(grace_s=BOUND_S)
+    verify = await relay.join("verify")
+    opening_frame = {"type": "open_session", "session": "thin", "prompt": "x", "speculate": False}
+    thin = await raw_client(relay, opening_frame)
+    await verify.expect(OpenSession)
+    link = relay.server.links[relay.server.router.sessions["thin"].client]
+    thin.transport.pause_reading()
+    draining = asyncio.create_task(relay.server.drain())
+    await verify.expect(Draining)
+    for i in range(30):
+        verify.send(TextDelta(session="thin", start=i, tokens=(1,), text="x" * 100_000))
+    verify.send(done("thin"))
+    while relay.server.router.sessions:  # noqa: ASYNC110  # there is nothing to wait on
+        await asyncio.sleep(0)
+    assert link.num_queued
+    thin.transport.resume_reading()
+    kinds = []
+    with suppress(ConnectionClosed):
+        while True:
+            frame = await asyncio.wait_for(thin.recv(), BOUND_S)
+            kinds.append("part" if isinstance(frame, bytes) else orjson.loads(frame)["type"])
+    assert kinds[-1] == "done"
+    assert thin.close_code == 1001
+    await asyncio.wait_for(draining, BOUND_S)
