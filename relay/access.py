@@ -14,6 +14,7 @@ from pathlib import Path
 from relay.config import RelayConfig
 from relay.credentials import Credential, Credentials, CredentialsError, Identity
 from relay.limits import Pace
+from wire.aio.quiet import RateLimited
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,11 @@ class Access:
         self.credentials = Credentials.shared(config.secret)
         self.paces: dict[str, Pace] = {}
         self.ssl_context: ssl.SSLContext | None = None
+        self._newest: ssl.SSLContext | None = None
         self._config = config
         self._files = [path for path in (config.credentials, config.tls_cert, config.tls_key) if path is not None]
         self._seen: list[tuple[float, int]] = []
+        self._complaints = RateLimited(log, logging.ERROR)
 
     async def load(self) -> None:
         """Read the files.
@@ -58,7 +61,7 @@ class Access:
                     continue
                 await self.load()
             except (OSError, CredentialsError) as exc:
-                log.error("credentials and certificate stay as they were: %s", exc)
+                self._complaints("", "credentials and certificate stay as they were: %s", exc)
                 continue
             log.info("credentials and certificate were read again")
             self.paces.clear()
@@ -79,17 +82,24 @@ class Access:
     def _read(self) -> None:
         config = self._config
         if config.tls_cert is not None:
+            # Each reading has a context of its own: one that is loaded twice keeps both certificates where their keys
+            # are of different kinds, and might go on serving the old one.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             try:
-                # Into one of its own first: a file that is half written would spoil the one that serves.
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
-                # Loading into the context that the listener has gives new handshakes the new certificate.
-                context = self.ssl_context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                 context.load_cert_chain(config.tls_cert, config.tls_key)
             except ssl.SSLError as exc:
                 raise CredentialsError(f"--tls-cert {config.tls_cert}: {exc.reason or exc}") from None
-            self.ssl_context = context
+            self._newest = context
+            if self.ssl_context is None:
+                self.ssl_context = context
+                context.sni_callback = self._serve_newest
         if config.credentials is not None:
             self.credentials = read_credentials(config.credentials)
+
+    def _serve_newest(self, tls: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        """Called in each handshake, whether the peer has named a host or not: the listener keeps its first context."""
+        assert self._newest is not None, "the first context was the newest once"
+        tls.context = self._newest
 
 
 def read_credentials(path: Path) -> Credentials:

@@ -27,6 +27,7 @@ from wire.settings import MIN_SECRET_CHARS, secret_fault
 ROLES = ("admin", "node", "client")
 ROLE_OF_PEER = {"draft": "node", "verify": "node", "client": "client"}
 MAX_SECRETS = 8
+MAX_LIMIT = 10**15
 FIELDS = {"name", "roles", "secrets", "max_sessions", "frames_per_s", "bytes_per_s"}
 
 
@@ -137,7 +138,8 @@ def _entry(number: int, raw: Any) -> Credential:
     limits: dict[str, Any] = {}
     for field in ("max_sessions", "frames_per_s", "bytes_per_s"):
         value = raw.get(field, 0)
-        if type(value) not in (int, float) or value < 0 or (field == "max_sessions" and type(value) is not int):
-            raise CredentialsError(f"credential {name}: {field} must be a number from 0 on")
+        kinds = (int,) if field == "max_sessions" else (int, float)
+        if type(value) not in kinds or not 0 <= value <= MAX_LIMIT:
+            raise CredentialsError(f"credential {name}: {field} must be a number in 0..{MAX_LIMIT:g}, 0 for no limit")
         limits[field] = value or None
     return Credential(name=name, roles=tuple(roles), digests=tuple(map(_digest, given)), **limits)

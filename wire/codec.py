@@ -87,6 +87,14 @@ def peek(frame: bytes) -> tuple[str, str | None]:
     return cls.type, session
 
 
+def session_of(frame: bytes) -> str | None:
+    """The session of a frame; None if it has none, or cannot be read that far."""
+    try:
+        return peek(frame)[1]
+    except ProtocolError:
+        return None
+
+
 def protocol_of(frame: bytes) -> int | None:
     """The protocol version in a `Hello` or `Welcome` that we cannot decode, perhaps for that reason; None if none."""
     try:

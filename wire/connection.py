@@ -26,7 +26,8 @@ Anything else is a ProtocolError.
 Keepalive: a Ping goes out an interval after the last Pong, and again whenever the peer has spoken since the Ping but
 then not for an interval. The link is dead when a Ping has been out for the timeout and nothing has come since: at
 most interval + timeout after the last frame. If our own timer fires late by more than half the timeout, it is our
-loop that was blocked: the peer gets a new chance, because its answers may be waiting unread.
+loop that was blocked: the peer gets a new chance, because its answers may be waiting unread. So it does while we do not
+read because it is above its rate; it goes on to hear our Pings.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class Connection:
         self._stalled_s = 0.0
         self._stalled_since_pong_s = 0.0
         self._rtts: deque[float] = deque(maxlen=NUM_RTT_SAMPLES)
+        self.listening = True
+        """Whether frames are being read; while they are not, the silence of the peer means nothing."""
 
     @classmethod
     def dialing(cls, hello: Hello, *, now: float, handshake_timeout_s: float) -> Connection:
@@ -224,7 +227,7 @@ class Connection:
         if stalled:
             self._stalled_s += late_s
             self._stalled_since_pong_s += late_s
-        silent = self._ping_sent_at is not None and self._heard_at <= self._ping_sent_at
+        silent = self.listening and self._ping_sent_at is not None and self._heard_at <= self._ping_sent_at
         if stalled or not silent:
             # A Pong may be late though the peer speaks, behind a big frame, say: it is asked again.
             self._ping(now)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from wire.codec import peek
-from wire.errors import FrameTooLarge, ProtocolError, QueueFull
+from wire.codec import session_of
+from wire.errors import FrameTooLarge, QueueFull
 from wire.messages import MAX_FRAME_BYTES
 from wire.parts import PART_BYTES, split
 
@@ -57,7 +57,7 @@ class Outbox:
             if num_bytes > MAX_FRAME_BYTES:
                 raise FrameTooLarge("frame", num_bytes, MAX_FRAME_BYTES)
             self._add_big(frame, split(frame), now)
-        elif self._big and _session_of(frame) in self._behind:
+        elif self._big and session_of(frame) in self._behind:
             self._add_big(frame, [frame], now)
         else:
             self._small.append((frame, now))
@@ -101,13 +101,6 @@ class Outbox:
     def _add_big(self, frame: bytes, pieces: list[bytes], now: float) -> None:
         if not self._big:
             self._behind.clear()
-        self._behind.add(_session_of(frame))
+        self._behind.add(session_of(frame))
         self._big.extend((piece, now) for piece in pieces)
         self.num_bytes += sum(map(len, pieces))
-
-
-def _session_of(frame: bytes) -> str | None:
-    try:
-        return peek(frame)[1]
-    except ProtocolError:
-        return None

@@ -17,6 +17,7 @@ from relay.config import RelayConfig
 from relay.credentials import CredentialsError
 from wire.aio.dialer import keep_linked
 from wire.aio.link import dial
+from wire.aio.quiet import MAX_BURST
 from wire.errors import LinkLost, Refused
 from wire.messages import PROTOCOL_VERSION, Cancel, Done, Error, Hello, ModelIdentity, OpenSession, TextDelta
 from wire.settings import ssl_context
@@ -173,6 +174,36 @@ async def test_a_client_above_its_rate_is_read_more_slowly_and_the_others_are_no
     assert flooding.link.connection.state.name == "OPEN"
 
 
+async def test_a_client_far_above_its_rate_keeps_its_link_and_is_answered_in_the_end(
+    start_relay: Any, tmp_path: Path
+) -> None:
+    """Its frame is paid for by a wait of several timeouts."""
+    path = await write(
+        tmp_path / "c.toml", entry("nodes", "node", NODE), entry("slow", "client", APP, bytes_per_s=10_000)
+    )
+    relay = await start_relay(credentials=path, ping_interval_s=0.1, ping_timeout_s=0.2)
+    verify = await relay.join("verify", secret=NODE)
+    client = await relay.join("client", secret=APP)
+    client.send(OpenSession(session="s", prompt="x" * 25_000, speculate=False))
+    await verify.expect(OpenSession)
+    verify.send(Done(session="s", finish_reason="stop", prompt_tokens=1, completion_tokens=0))
+    await client.expect(Done)
+    assert relay.server.paces["slow"].num_delayed > 0
+
+
+async def test_a_client_that_goes_while_it_is_read_later_is_missed_at_once(start_relay: Any, tmp_path: Path) -> None:
+    path = await write(tmp_path / "c.toml", entry("nodes", "node", NODE), entry("slow", "client", APP, bytes_per_s=1))
+    relay = await start_relay(credentials=path)
+    client = await relay.join("client", secret=APP)
+    client.send(Cancel(session="nothing"))
+    while not relay.server.paces["slow"].num_delayed:  # noqa: ASYNC110  # there is nothing to wait on
+        await asyncio.sleep(0)
+    await client.close()
+    async with asyncio.timeout(5.0):
+        while relay.server.router.peers:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_c046_tls_is_verified_and_a_private_authority_can_be_named(start_relay: Any, tmp_path: Path) -> None:
     def certificates() -> None:
         authority = trustme.CA()
@@ -260,3 +291,56 @@ async def test_metrics_count_what_happened(relay: Any) -> None:
     _, body = await get(relay.server.port, "/metrics", relay.secret)
     (again,) = [line for line in body.splitlines() if line.startswith('foredraft_frames_total{direction="in"}')]
     assert int(again.split()[1]) >= int(total), "a link that ends takes its counts with it"
+
+
+@pytest.mark.parametrize("kinds", [("ECDSA", "RSA"), ("RSA", "ECDSA")])
+async def test_a_renewed_certificate_is_served_though_its_key_is_of_another_kind(
+    start_relay: Any, tmp_path: Path, kinds: tuple[str, str]
+) -> None:
+    """A context that is loaded twice holds one certificate for each kind of key, and picks by the peer's liking."""
+    served, authority = tmp_path / "served.pem", trustme.CA()
+
+    def write_certificate(kind: str) -> bytes:
+        issued = authority.issue_cert("127.0.0.1", key_type=trustme.KeyType[kind])
+        served.write_bytes(issued.private_key_and_cert_chain_pem.bytes())
+        return ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
+
+    old = await asyncio.to_thread(write_certificate, kinds[0])
+    relay = await start_relay(tls_cert=served, reload_s=0.01)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+
+    async def shown(server_hostname: str) -> bytes | None:
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", relay.server.port, ssl=context, server_hostname=server_hostname
+        )
+        certificate: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+        return certificate
+
+    assert await shown("127.0.0.1") == old
+    seen = relay.server.access._seen
+    new = await asyncio.to_thread(write_certificate, kinds[1])
+    while relay.server.access._seen == seen:
+        await asyncio.to_thread(os.stat, served)
+    assert await shown("127.0.0.1") == new
+
+
+async def test_c080_a_file_that_is_away_is_told_a_few_times(
+    start_relay: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = await write(tmp_path / "c.toml", entry("app", "client", APP))
+    relay = await start_relay(credentials=path, reload_s=0.001)
+    looks = 0
+    look = relay.server.access._look
+
+    def counted() -> Any:
+        nonlocal looks
+        looks += 1
+        return look()
+
+    monkeypatch.setattr(relay.server.access, "_look", counted)
+    await asyncio.to_thread(path.unlink)
+    while looks < 50:
+        await asyncio.to_thread(os.stat, tmp_path)
+    assert sum("stay as they were" in r.getMessage() for r in caplog.records) <= MAX_BURST

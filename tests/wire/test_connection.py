@@ -341,3 +341,20 @@ def test_c034_a_link_without_traffic_is_never_silent_for_half_the_shortest_idle_
     # Nothing but the keepalive's own frames moves; a Ping follows its Pong within the interval.
     assert max(gaps) <= INTERVAL_S + 2 * (delay_s + jitter_s) + 1e-6
     assert sent_at[-1] > 290.0
+
+
+def test_who_does_not_read_does_not_call_the_peer_silent_and_is_heard_on() -> None:
+    """A link above its rate is read later, as long as that takes; its peer gets Pings in time all the while."""
+    connection = opened()
+    sent_at, now = [], 0.0
+    connection.listening = False
+    while now < 100.0:
+        timer = connection.next_timer()
+        assert timer is not None
+        now = timer
+        connection.on_timer(now)
+        sent_at += [now] * len(sent(connection))
+    assert max(b - a for a, b in itertools.pairwise(sent_at)) < INTERVAL_S + TIMEOUT_S
+    connection.listening = True
+    with pytest.raises(LinkLost, match="peer silent"):
+        connection.on_timer(connection.next_timer() or 0.0)

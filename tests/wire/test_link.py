@@ -14,7 +14,10 @@ from websockets.exceptions import ConnectionClosedError
 from websockets.frames import Close
 
 from wire.aio import link as link_module
-from wire.aio.link import Link, closed_by, dial, link_options, without_secrets
+from wire.aio.causes import closed_by, without_secrets
+from wire.aio.link import Link, dial
+from wire.aio.quiet import MAX_BURST, RateLimited
+from wire.aio.sockets import link_options
 from wire.codec import append_residence, decode, encode
 from wire.errors import LinkLost, PeerMismatch, ProtocolError, QueueFull, Refused, VersionMismatch
 from wire.messages import MAX_FRAME_BYTES, Acceptance, Cancel, Error, Hello, OpenSession, Release
@@ -193,8 +196,9 @@ async def test_c029_pings_are_answered_while_a_thread_is_blocked(relay: RelayDou
 
 
 async def test_c029_c080_a_blocked_loop_does_not_kill_the_link_and_is_logged(
-    relay: RelayDouble, secret: str, hello: Hello, caplog: pytest.LogCaptureFixture
+    relay: RelayDouble, secret: str, hello: Hello, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(link_module, "stalls", RateLimited(link_module.log, logging.WARNING))
     relay.ping_interval_s, relay.ping_timeout_s = 0.05, 0.1
     link = await dial(relay.url, secret=secret, hello=hello)
     async with running(link) as (frames, task):
@@ -207,6 +211,22 @@ async def test_c029_c080_a_blocked_loop_does_not_kill_the_link_and_is_logged(
         assert not task.done()
         assert relay.ended.empty()
     assert "our own event loop was blocked" in caplog.text
+
+
+async def test_c080_a_blocked_loop_is_told_a_few_times_however_many_links_it_has(
+    relay: RelayDouble, secret: str, hello: Hello, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "stalls", RateLimited(link_module.log, logging.WARNING))
+    relay.ping_interval_s, relay.ping_timeout_s = 0.05, 0.1
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(20):
+            await stack.enter_async_context(running(await dial(relay.url, secret=secret, hello=hello)))
+        time.sleep(0.5)  # noqa: ASYNC251  # what this test is about
+        while not any(link.connection.stalled_s for link in relay.links):  # noqa: ASYNC110  # nothing to wait on
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        assert relay.ended.empty()
+    assert caplog.text.count("our own event loop was blocked") <= MAX_BURST
 
 
 class SwallowingProxy:
@@ -400,3 +420,50 @@ async def test_c044_a_part_of_a_frame_is_a_sign_of_life(relay: RelayDouble, secr
         assert far.connection._heard_at > before
         await link.websocket.send(b"\0\1y", text=False)
         assert isinstance(await asyncio.wait_for(relay.ended.get(), 10.0), ProtocolError), "xy is no frame"
+
+
+@pytest.mark.parametrize("url", ["ws://127.0.0.1:99999", "ws://127.0.0.1:port"])
+async def test_an_address_with_no_port_that_exists_is_refused(hello: Hello, secret: str, url: str) -> None:
+    with pytest.raises(Refused, match="must be ws://HOST:PORT or wss://HOST:PORT, got"):
+        await dial(url, secret=secret, hello=hello)
+
+
+async def test_a_name_that_cannot_be_one_is_nobody(hello: Hello, secret: str) -> None:
+    for name in ("a..b", "a" * 64):
+        with pytest.raises(LinkLost, match="no relay answers at ws://"):
+            await dial(f"ws://{name}:8765", secret=secret, hello=hello)
+
+
+async def test_one_address_of_a_name_may_be_a_dead_end(
+    relay: RelayDouble, secret: str, hello: Hello, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As IPv6 often is: its packets go nowhere, and nobody says so."""
+    loop = asyncio.get_running_loop()
+    ask = loop.getaddrinfo
+
+    async def both(host: Any, port: Any, **options: Any) -> Any:
+        return await ask("127.0.0.1", 1, **options) + await ask("127.0.0.1", relay.port, **options)
+
+    connect_to = loop.sock_connect
+
+    async def swallowed(sock: socket.socket, address: Any) -> None:
+        await (asyncio.Event().wait() if address[1] == 1 else connect_to(sock, address))
+
+    monkeypatch.setattr(loop, "getaddrinfo", both)
+    monkeypatch.setattr(loop, "sock_connect", swallowed)
+    link = await dial(f"ws://relay.example:{relay.port}", secret=secret, hello=hello)
+    await link.close()
+
+
+async def test_a_redirect_to_a_web_page_may_not_be_there_next_time(hello: Hello, secret: str) -> None:
+    """A proxy in front of a relay that is away for a while."""
+
+    async def moved(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 302 Found\r\nLocation: https://status.example/\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(moved, "127.0.0.1", 0) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        with pytest.raises(LinkLost, match="no relay answers at ws://"):
+            await dial(f"ws://127.0.0.1:{port}", secret=secret, hello=hello)

@@ -1,8 +1,9 @@
-"""Why a link ended, in words: whose fault it was, and of several errors the one that says most."""
+"""What is told of a link: why it ended and whose fault that was, and the address without what is secret in it."""
 
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from websockets.exceptions import ConnectionClosed
 
@@ -29,3 +30,12 @@ def first(group: BaseExceptionGroup[Any]) -> BaseException:
         else:
             leaves.append(exc)
     return next((leaf for leaf in leaves if isinstance(leaf, WireError)), leaves[0])
+
+
+def without_secrets(url: str) -> str | None:
+    """The address as it may stand in logs, without its query; None if it holds credentials, or is no URL at all."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    return None if "@" in parts.netloc else urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from wire.aio.link import Link, dial, without_secrets
+from wire.aio.causes import without_secrets
+from wire.aio.link import Link, dial
 from wire.errors import LinkLost, QueueFull
 from wire.messages import Hello
 from wire.settings import read_secret_file

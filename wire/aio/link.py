@@ -12,15 +12,15 @@ import logging
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidProxy, InvalidStatus, InvalidURI
 from websockets.protocol import State as WebSocketState
 
-from wire.aio.causes import closed_by, first
-from wire.aio.sockets import BINARY, CLOSE_TIMEOUT_S, QUIET, TEXT, WebSocket, link_options, server_header, set_nodelay
+from wire.aio.causes import closed_by, first, without_secrets
+from wire.aio.quiet import RateLimited
+from wire.aio.sockets import BINARY, CLOSE_TIMEOUT_S, TEXT, WebSocket, link_options, server_header, set_nodelay
 from wire.codec import encode
 from wire.connection import Connection, Opened, PeerHello, Received, State
 from wire.errors import LinkLost, ProtocolError, Refused
@@ -39,8 +39,11 @@ MAX_WRITE_BYTES = 128 << 10
 """Handed to the socket at once; more waits a turn of the loop, so that one link does not hold up the others."""
 MAX_UNSENT_BYTES = 32 << 10
 """Bytes in the transport's own buffer from which on the socket counts as full."""
+NEXT_ADDRESS_S = 0.25
 ADDRESS_HELP = "the relay's address must be ws://HOST:PORT or wss://HOST:PORT"
 log = logging.getLogger(__name__)
+stalls = RateLimited(log, logging.WARNING)
+"""Of all links together: a loop that was blocked was blocked for every one of them."""
 
 
 class Link:
@@ -213,11 +216,9 @@ class Link:
             now = loop.time()
             self.num_read += 1
             self.bytes_read += len(frame)
-            if self.pace is not None:
-                wait_s = self.pace(len(frame), now)
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                    now = loop.time()
+            if self.pace is not None and (wait_s := self.pace(len(frame), now)) > 0:
+                await self._rest(wait_s)
+                now = loop.time()
             try:
                 if is_part(frame):
                     whole = self._assembler.take(frame)
@@ -240,6 +241,14 @@ class Link:
             timer_at = self.connection.next_timer()
             if timer_at is not None and self._timer_at is not None and timer_at < self._timer_at:
                 self._rearm.set()
+
+    async def _rest(self, wait_s: float) -> None:
+        """Read nothing for a while, or until the link is closed."""
+        self.connection.listening = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self.websocket.wait_closed()
+        self.connection.listening = True
 
     async def _write(self) -> None:
         """Go on where the socket took no more, when it does again."""
@@ -311,10 +320,8 @@ class Link:
                 stalled_s = self.connection.stalled_s
                 self.connection.on_timer(loop.time())
                 if self.connection.stalled_s > stalled_s:
-                    log.warning(
-                        "our own event loop was blocked for %.1f s; the peer gets another chance",
-                        self.connection.stalled_s - stalled_s,
-                    )
+                    text = "our own event loop was blocked for %.1f s; the peer gets another chance"
+                    stalls("", text, self.connection.stalled_s - stalled_s)
                 self._put_own(loop.time())
 
     def _put_own(self, now: float) -> None:
@@ -352,20 +359,22 @@ async def dial(
     shown_url = without_secrets(url)
     if shown_url is None:
         raise Refused(f"{ADDRESS_HELP}; the secret belongs in FOREDRAFT_SECRET, not in the address")
-    options = link_options()
+    # Of a name with several addresses one may be a dead end: it must not use up the time of the others.
+    options = link_options() | {"happy_eyeballs_delay": NEXT_ADDRESS_S}
     if ssl_context is not None:
         options["ssl"] = ssl_context
     try:
-        websocket = await connect(
+        connecting = connect(
             url,
             additional_headers={"Authorization": f"Bearer {secret}"},
             open_timeout=open_timeout_s,
             proxy=proxy,
-            logger=QUIET,
             **options,
         )
-    except InvalidURI as exc:
+    except (InvalidURI, ValueError) as exc:
         raise Refused(f"{ADDRESS_HELP}, got {shown_url}") from exc
+    try:
+        websocket = await connecting
     except InvalidStatus as exc:
         status = exc.response.status_code
         if status in (401, 403):
@@ -373,7 +382,7 @@ async def dial(
         raise LinkLost(f"the relay at {shown_url} answered with HTTP {status}") from exc
     except TimeoutError as exc:
         raise LinkLost(f"no relay answers at {shown_url} within {open_timeout_s:g} s") from exc
-    except (OSError, InvalidHandshake, InvalidProxy, EOFError) as exc:
+    except (OSError, UnicodeError, InvalidHandshake, InvalidURI, InvalidProxy, EOFError) as exc:
         raise LinkLost(f"no relay answers at {shown_url}: {str(exc).strip() or type(exc).__name__}") from exc
     now = asyncio.get_running_loop().time()
     connection = Connection.dialing(hello, now=now, handshake_timeout_s=open_timeout_s)
@@ -384,12 +393,3 @@ async def dial(
         await link.close()
         raise
     return link
-
-
-def without_secrets(url: str) -> str | None:
-    """The address as it may stand in logs, without its query; None if it holds credentials, or is no URL at all."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return None
-    return None if "@" in parts.netloc else urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))

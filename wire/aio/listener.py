@@ -19,7 +19,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
 from wire.aio.quiet import RateLimited
-from wire.aio.sockets import CLOSE_TIMEOUT_S, QUIET, link_options
+from wire.aio.sockets import CLOSE_TIMEOUT_S, link_options
 from wire.errors import ListenFailed
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ WebSocket is closed when it returns."""
 Authenticate = Callable[[str], object | None]
 """Who comes with this secret; None for nobody. Must take as long for a wrong secret as for a right one."""
 NO_SECRET = "-"
+BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class Listener:
                 ssl=self._ssl_context,
                 open_timeout=self._open_timeout_s,
                 server_header=None,
-                logger=QUIET,
+                # A relay that comes back is dialled by everybody at once; the default lets a hundred of them wait.
+                backlog=BACKLOG,
                 **link_options(),
             )
         except OSError as exc:

@@ -24,13 +24,14 @@ QUIET.setLevel(logging.CRITICAL)
 
 
 def link_options() -> dict[str, Any]:
-    """Settings that all hops share: one size limit, no compression (frames are tiny), our own keepalive."""
+    """Settings that all hops share: one size limit, no compression (frames are tiny), our own keepalive and log."""
     return {
         "compression": None,
         "max_size": MAX_FRAME_BYTES,
         "max_queue": 16,
         "ping_interval": None,
         "close_timeout": CLOSE_TIMEOUT_S,
+        "logger": QUIET,
     }
 
 
