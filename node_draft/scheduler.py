@@ -34,6 +34,7 @@ from speculation.growth import FlushState, GrowthPolicy
 from speculation.passes import Child, DraftResult, DraftStep, NodeRow
 from speculation.tree import ROOT, Arrival, Tree
 from wire.codec import digest_ids
+from wire.errors import in_words
 from wire.messages import (
     MAX_NODES_PER_FRAME,
     Acceptance,
@@ -226,7 +227,7 @@ class DraftScheduler:
         self, session: Session, tree: Tree, nodes: tuple[int, ...], result: DraftResult | Exception, now: float
     ) -> list[Action]:
         if isinstance(result, Exception):
-            refusal = Error(session=session.id, code="draft_failed", message=f"{type(result).__name__}: {result}")
+            refusal = Error(session=session.id, code="draft_failed", message=in_words(result))
             return [*self.on_release(session.id), Send(refusal)]
         session.draft_s += result.compute_s
         session.cached.update(n for n in nodes if n in tree.nodes or n in session.accepted)

@@ -52,11 +52,7 @@ def take_candidates(session: Session, message: Candidates, *, vocab_size: int, n
                 raise MalformedCandidate(f"token must be in 0..{vocab_size - 1}, got {token}")
             arrival = session.tree.add(message.first_node + i, parent, token, score_logprob(score))
         except MalformedCandidate as exc:
-            # A drafter that breaks the protocol is not listened to again in this epoch; the answer goes on.
-            session.drafting = False
-            session.stats.num_malformed += 1
-            text = f"candidates of session {session.id}: {exc}"
-            return [Send(Error(session=session.id, code="malformed", message=text))]
+            return refuse_drafter(session, str(exc))
         if arrival is Arrival.ORPHAN:
             session.stats.num_orphaned += 1
             session.orphan_frame = max(session.orphan_frame, message.frame)
@@ -65,6 +61,15 @@ def take_candidates(session: Session, message: Candidates, *, vocab_size: int, n
         elif arrival is not Arrival.LIVE:
             session.stats.num_stale += 1
     return []
+
+
+def refuse_drafter(session: Session, why: str) -> list[Send]:
+    """A drafter that breaks the protocol is not listened to again in this epoch; the answer goes on."""
+    if not session.drafting:
+        return []
+    session.drafting = False
+    session.stats.num_malformed += 1
+    return [Send(Error(session=session.id, code="malformed", message=f"candidates of session {session.id}: {why}"))]
 
 
 def missing_acceptance(session: Session, message: Resync, *, wanted: bool) -> list[Send]:

@@ -18,6 +18,7 @@ from typing import Protocol
 from engine.executor import ModelExecutor
 from engine.runner import TargetRunner
 from engine.slots import one_by_one, together
+from node_verify.drafting import refuse_drafter
 from node_verify.requests import Request, RequestRefused, check_ids, make_request
 from node_verify.scheduler import VerifyScheduler
 from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work, work_slot
@@ -25,6 +26,8 @@ from node_verify.text import AnswerText, DecodeStream, answer_text, spelled
 from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell, SlotCall
 from wire.aio.trace import TraceWriter
+from wire.codec import session_of
+from wire.errors import in_words
 from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, Tokenize, Tokenized
 from wire.metrics import Family, counter, gauge, labelled
 
@@ -93,6 +96,10 @@ class VerifyNode(NodeShell):
         """Handle one frame from the relay."""
         message = self.read(frame)
         if message is None:
+            session = self.scheduler.sessions.get(session_of(frame) or "")
+            if session is not None:
+                # Of what the relay does not read, only the draft node's frames reach us.
+                self._perform([*refuse_drafter(session, "a frame cannot be read")])
             return
         if isinstance(message, OpenSession):
             if self.draining:
@@ -187,7 +194,7 @@ class VerifyNode(NodeShell):
             self._perform(self.scheduler.on_refused(message.session, exc.code, str(exc)))
         except Exception as exc:
             log.exception("session %s: the request could not be read", message.session)
-            self._perform(self.scheduler.on_refused(message.session, "bad_request", f"{type(exc).__name__}: {exc}"))
+            self._perform(self.scheduler.on_refused(message.session, "bad_request", in_words(exc)))
         else:
             self._perform(self.scheduler.on_request(message.session, request, text, self.now()))
 
@@ -203,7 +210,7 @@ class VerifyNode(NodeShell):
             self.send(Error(session=message.session, code=exc.code, message=str(exc)))
         except Exception as exc:
             log.exception("session %s: could not be tokenized", message.session)
-            self.send(Error(session=message.session, code="bad_request", message=f"{type(exc).__name__}: {exc}"))
+            self.send(Error(session=message.session, code="bad_request", message=in_words(exc)))
 
     def _encode(self, message: OpenSession | Tokenize) -> list[int]:
         if message.prompt_ids is not None:

@@ -48,6 +48,7 @@ from speculation.passes import VerifyResult
 from speculation.rates import score_key, score_rates
 from speculation.selection import Estimates, SelectionPolicy
 from speculation.tree import Tree
+from wire.errors import in_words
 from wire.messages import (
     Cancel,
     Candidates,
@@ -154,15 +155,12 @@ class VerifyScheduler:
                 return [*take_candidates(session, message, vocab_size=self.vocab_size, now=now)]
             case Paired():
                 return self._on_paired(session, message, now)
-            case PeerGone():
-                session.drafting = False
-                return []
             case Resync():
                 return [*missing_acceptance(session, message, wanted=self._wanted(session))]
             case Cancel():
                 return self._end(session, "cancelled", now, announce=message.reason != "client gone")
-            case Error():
-                # The draft node gives up on this session; the target goes on alone.
+            case PeerGone() | Error():
+                # The draft node is gone, or gives up on this session; the target goes on alone.
                 session.drafting = False
                 return []
         self.num_stale_messages += 1
@@ -210,7 +208,7 @@ class VerifyScheduler:
         if session is None or session.slot != work_slot(work):
             return []
         if isinstance(result, Exception):
-            return self._fail(session.id, "target_failed", f"{type(result).__name__}: {result}")
+            return self._fail(session.id, "target_failed", in_words(result))
         if isinstance(work, Prefill):
             session.num_prefilled = work.end
             self._settle_prefill(session, now)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from relay.config import RelayConfig
 from relay.credentials import CredentialsError
 from relay.server import RelayServer
-from wire.aio.process import EXIT_OK, announce, run_main, stop_on_signals
+from wire.aio.process import EXIT_OK, announce, run_main, stop_on_signals, use_all_descriptors
 from wire.aio.trace import TraceWriter
 from wire.settings import setup_logging
 
@@ -33,6 +33,7 @@ async def start_gateway(server: RelayServer) -> Gateway | None:
 async def serve(config: RelayConfig) -> int:
     """Serve until SIGTERM; the exit code."""
     stop = stop_on_signals()
+    use_all_descriptors()
     trace = TraceWriter(config.trace)
     server = RelayServer(config, trace=trace)
     await server.start()

@@ -266,6 +266,10 @@ class StreamClient:
             lost = LinkLost(str(exc))
         except WireError as exc:
             lost, final = LinkLost(f"the relay broke the protocol: {exc}"), True
+        except Exception as exc:
+            # A caller's `on_waiting`, or a bug of ours: streams that nobody feeds any more must not wait for ever.
+            log.exception("the client's link is given up")
+            lost, final = LinkLost(f"given up after {type(exc).__name__}: {exc}"), True
         await link.close()
         return lost, final
 
@@ -325,7 +329,7 @@ class StreamClient:
         elif now - stream.lost_at > self._recover_s:
             stream.deliver(RequestFailed(error.code, f"{error.message}; tried for {self._recover_s:g} s"))
         else:
-            asyncio.get_running_loop().call_later(self._rng.uniform(0.2, 0.4), self._reopen, stream)
+            self._reopen_soon(stream)
 
     def _reopen(self, stream: Stream) -> None:
         if self._streams.get(stream.session) is not stream or self._link is None:
@@ -335,8 +339,14 @@ class StreamClient:
         self._streams[stream.session] = stream
         try:
             self._link.send(request)
+        except QueueFull:
+            # Many streams are opened anew at once; what waits now will have gone in a moment.
+            self._reopen_soon(stream)
         except WireError as exc:
             stream.deliver(exc)
+
+    def _reopen_soon(self, stream: Stream) -> None:
+        asyncio.get_running_loop().call_later(self._rng.uniform(0.2, 0.4), self._reopen, stream)
 
 
 def _turn(turn: tuple[str, str] | ChatMessage) -> ChatMessage:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Protocol
 
 from relay.client import Delta, Event, Finished, StreamClient
 from relay.client_config import ClientConfig
-from wire.aio.process import EXIT_INTERRUPTED, EXIT_OK, run_main
+from wire.aio.process import EXIT_INTERRUPTED, EXIT_OK, ending_signals, run_main
 from wire.settings import setup_logging, ssl_context
 
 EXIT_USAGE = 2
@@ -120,7 +119,8 @@ async def answer(config: ClientConfig, turns: Turns | None, text: str, display: 
 @contextmanager
 def cancelled_by_ctrl_c(client: StreamClient, session: str) -> Iterator[None]:
     """Ctrl-C cancels the request, which then ends with its record. Where that does not come within CANCEL_S, or when
-    Ctrl-C is pressed again, this task is cancelled."""
+    Ctrl-C is pressed again, this task is cancelled. The same goes for the other signals to end: a command that is just
+    gone would leave its answer running, for a client may come back."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -133,11 +133,14 @@ def cancelled_by_ctrl_c(client: StreamClient, session: str) -> Iterator[None]:
         client.cancel(session)
         timers.append(loop.call_later(CANCEL_S, task.cancel))
 
-    loop.add_signal_handler(signal.SIGINT, on_press)
+    signals = ending_signals()
+    for number in signals:
+        loop.add_signal_handler(number, on_press)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in signals:
+            loop.remove_signal_handler(number)
         for timer in timers:
             timer.cancel()
 

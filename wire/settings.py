@@ -27,6 +27,8 @@ KEPT_PRODUCTS_VARIABLES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACIT
 that PyTorch and oneDNN keep by default came to 330 MB at a draft node; 256, enough for 32 rows, come to 140. Both look
 here when the first product is made."""
 MIN_SECRET_CHARS = 8
+CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+"""What a terminal or a reader of logs may take for more than a sign of a text, spelled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +208,17 @@ def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
     return context
 
 
+class OneLine(logging.Formatter):
+    """Keeps a message on its line, whatever is in names and reasons of peers; a traceback has lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
+        record.message = record.message.translate(CONTROLS)
+        return super().formatMessage(record)
+
+
 def setup_logging(level: str) -> None:
     """Log to standard error. The websockets library logs headers at its debug level, so it stays above that."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
-    )
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[shown], force=True)
     logging.getLogger("websockets").setLevel(logging.WARNING)

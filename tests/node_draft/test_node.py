@@ -115,3 +115,15 @@ async def test_c079_what_is_lost_for_all_sessions_ends_the_node(exc: BaseExcepti
     with pytest.raises(EngineDead):
         await asyncio.wait_for(node.feed_model(), 20)
     await node.executor.close()
+
+
+async def test_what_a_library_says_may_be_longer_than_what_a_peer_may_be_told() -> None:
+    node, link = begin("step", RuntimeError("a compiler's listing " * 1000))
+    task = asyncio.create_task(node.feed_model())
+    send_prefix(node, "bad", 13)
+    told = await next_of(link)
+    assert (told.session, told.code) == ("bad", "draft_failed")
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await node.executor.close()

@@ -18,9 +18,10 @@ from node_verify.scheduler import VerifyScheduler
 from node_verify.text import DecodeStream
 from speculation.passes import Sampling, VerifyPass, VerifyResult
 from speculation.selection import BestFirst
+from wire.aio.quiet import MAX_BURST
 from wire.aio.trace import TraceWriter
 from wire.codec import encode
-from wire.messages import Done, Error, Message, OpenSession, TextDelta
+from wire.messages import Done, Error, Message, OpenSession, Paired, TextDelta
 
 VOCAB = 64
 
@@ -188,3 +189,34 @@ async def test_c079_what_is_lost_for_all_sessions_ends_the_node(
     request(node, "bad", 13)
     with pytest.raises((EngineDead, RuntimeError), match=told):
         await asyncio.wait_for(task, 20)
+
+
+async def test_what_a_library_says_may_be_longer_than_what_a_peer_may_be_told(start: Start) -> None:
+    node, link, task = start("verify", RuntimeError("a compiler's listing " * 1000))
+    request(node, "bad", 13)
+    told = await ended(link, "bad")
+    assert isinstance(told, Error)
+    assert told.code == "target_failed"
+    assert told.message.startswith("RuntimeError: a compiler's listing")
+    request(node, "good", 1)
+    assert isinstance(await ended(link, "good"), Done)
+    assert not task.done()
+
+
+async def test_c047_a_drafter_whose_frames_cannot_be_read_is_refused_once_and_the_answer_goes_on(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, link, _ = start("", ValueError())
+    request(node, "s", 1, max_tokens=40)
+    node.on_frame(encode(Paired(session="s", epoch=1, draft="d")), node.now())
+    for _ in range(100):
+        node.on_frame(b'{"type":"candidates","session":"s","epoch":1,"tokens":[-1]}', node.now())
+    assert isinstance(await ended(link, "s"), Error), "the relay pairs the session with another one"
+    errors = [message for message in link.sent["s"] if isinstance(message, Error)]
+    assert [error.code for error in errors] == ["malformed"]
+    assert sum("malformed frame" in record.getMessage() for record in caplog.records) <= MAX_BURST
+    node.on_frame(encode(Paired(session="s", epoch=2, draft="d2")), node.now())
+    assert node.scheduler.sessions["s"].drafting
+    while not isinstance(link.sent["s"][-1], Done):  # noqa: ASYNC110  # its event was set by the Error
+        await asyncio.sleep(0.001)
+    assert link.num_tokens("s") == 40

@@ -10,8 +10,18 @@ import pytest
 
 from relay.client import Delta, Finished, StreamClient
 from relay.errors import RequestFailed
-from wire.errors import FrameTooLarge, LinkLost, ProtocolError, Refused
-from wire.messages import MAX_FRAME_BYTES, Cancel, ChatMessage, Done, Error, OpenSession, TextDelta, TokenLogprob
+from wire.errors import FrameTooLarge, LinkLost, ProtocolError, QueueFull, Refused
+from wire.messages import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    ChatMessage,
+    Done,
+    Error,
+    OpenSession,
+    TextDelta,
+    TokenLogprob,
+    Waiting,
+)
 from wire.sampling import Sampling
 
 BOUND_S = 10.0
@@ -207,3 +217,39 @@ async def test_nobody_at_the_address_is_a_lost_link() -> None:
     with pytest.raises(LinkLost, match=r"no relay answers at ws://127\.0\.0\.1:1"):
         async with StreamClient("ws://127.0.0.1:1", secret="some-secret"):
             pass
+
+
+async def test_a_callers_error_in_on_waiting_leaves_no_stream_waiting(client: StreamClient, verify: Any) -> None:
+    def told(place: int) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    streaming = asyncio.create_task(collect(client, prompt="x", on_waiting=told))
+    request = await verify.expect(OpenSession)
+    verify.send(Waiting(session=request.session, place=1))
+    with pytest.raises(LinkLost, match="BrokenPipeError: nobody reads"):
+        await asyncio.wait_for(streaming, BOUND_S)
+
+
+async def test_a_crowd_of_streams_that_is_opened_anew_waits_for_room(
+    client: StreamClient, verify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of the relay: the requests together are more than the link's queue holds."""
+    streaming = asyncio.create_task(collect(client, prompt="x"))
+    first = await verify.expect(OpenSession)
+    assert client._link is not None
+    send, num_full = client._link.send, 0
+
+    def full_at_first(message: Any, *, now: float | None = None) -> None:
+        nonlocal num_full
+        if isinstance(message, OpenSession) and num_full < 2:
+            num_full += 1
+            raise QueueFull("4096 frames wait already")
+        send(message, now=now)
+
+    monkeypatch.setattr(client._link, "send", full_at_first)
+    client._reopen(client._streams[first.session])
+    request = await verify.expect(OpenSession)
+    assert request.session != first.session
+    verify.send(done(request.session, 0))
+    assert isinstance((await asyncio.wait_for(streaming, BOUND_S))[-1], Finished)
+    assert num_full == 2

@@ -149,6 +149,36 @@ async def test_a_port_in_use_is_told_in_one_line(relay: Relay) -> None:
     )
 
 
+async def test_a_relay_without_descriptors_is_quiet_and_lets_people_in_again(tmp_path: Path) -> None:
+    """Its limit cannot be raised, and strangers hold all of it."""
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48)); "
+        "from relay.__main__ import main; sys.exit(main(['--port', '0', '--grace-s', '0.1']))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", limited, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "FOREDRAFT_SECRET": SECRET, "PYTHONPATH": str(ROOT)}, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    ready = json.loads(await asyncio.wait_for(process.stdout.readline(), BOUND_S))
+    strangers = [await asyncio.open_connection("127.0.0.1", ready["port"]) for _ in range(60)]
+    told: list[str] = []
+    while not any("open files" in line for line in told):
+        told.append((await asyncio.wait_for(process.stderr.readline(), BOUND_S)).decode())
+    for _, writer in strangers:
+        writer.close()
+    link = await dial(
+        f"ws://127.0.0.1:{ready['port']}", secret=SECRET,
+        hello=Hello(protocol=PROTOCOL_VERSION, role="client", name="late"),
+    )  # fmt: skip
+    await link.close()
+    process.send_signal(signal.SIGTERM)
+    code, _, err = await finish(process)
+    assert code == 0
+    assert len([*told, *err.splitlines()]) < 20, err
+
+
 @pytest.mark.parametrize("secret", ["", "short"])
 async def test_without_a_secret_the_relay_does_not_start(secret: str) -> None:
     code, _, err = await finish(await start("relay", "--port", "0", secret=secret))
@@ -182,14 +212,18 @@ async def test_the_client_command_says_what_is_wrong_in_one_line(relay: Relay) -
     assert "another-secret" not in err
 
 
-async def test_ctrl_c_cancels_the_clients_request(relay: Relay, target: ModelIdentity) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_client_that_is_told_to_end_cancels_its_request(
+    relay: Relay, target: ModelIdentity, number: signal.Signals
+) -> None:
+    """As by `timeout 10 foredraft chat`: one that is just gone would leave its answer running."""
     verify = await relay.join("verify", target)
     opened, cancelled = asyncio.Event(), asyncio.Event()
     events = {"open_session": opened, "cancel": cancelled}
     running = asyncio.create_task(verify.run(lambda kind, *rest: events[kind].set()))
     process = await start("relay.client_cli", "chat", "--relay", relay.url, "a question")
     await asyncio.wait_for(opened.wait(), BOUND_S)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     await asyncio.wait_for(cancelled.wait(), BOUND_S)
     code, _, err = await finish(process)
     assert code == 130

@@ -25,6 +25,7 @@ class RelayDouble:
     ping_interval_s: float = 5.0
     ping_timeout_s: float = 5.0
     refuse_code: str = ""
+    num_refused: int = 0
     max_queued_bytes: int = 8 << 20
     on_write: Callable[[bytes, float, float], bytes] | None = None
     port: int = 0
@@ -44,6 +45,7 @@ class RelayDouble:
             event = await link.handshake()
             assert isinstance(event, PeerHello)
             if self.refuse_code:
+                self.num_refused += 1
                 await link.refuse(self.refuse_code, "not today")
                 return
             await link.accept(

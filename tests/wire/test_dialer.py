@@ -13,8 +13,8 @@ from wire.aio import dialer as dialer_module
 from wire.aio.dialer import Backoff, keep_linked
 from wire.aio.link import Link
 from wire.codec import encode
-from wire.errors import LinkLost, Refused
-from wire.messages import Hello, Release
+from wire.errors import LinkLost, PeerMismatch, Refused
+from wire.messages import Error, Hello, Release
 
 if TYPE_CHECKING:
     from tests.wire.conftest import RelayDouble
@@ -114,3 +114,29 @@ async def test_a_refusal_is_final(relay: RelayDouble, secret: str, hello: Hello)
     relay.refuse_code = "duplicate"
     with pytest.raises(Refused, match="not today"):
         await keep_linked(User(), url=relay.url, secret=secret, hello=hello, ssl_context=None)
+
+
+@pytest.mark.parametrize("stood", [True, False])
+async def test_a_mismatch_is_final_unless_a_link_has_stood(
+    relay: RelayDouble, secret: str, hello: Hello, monkeypatch: pytest.MonkeyPatch, stood: bool
+) -> None:
+    """After a restart of the relay another model's verify node may be back before the one that the node fits."""
+    monkeypatch.setattr(dialer_module, "Backoff", lambda: Backoff(first_s=0.01, stable_s=0.0 if stood else 30.0))
+    user = User()
+    kept = asyncio.create_task(keep_linked(user, url=relay.url, secret=secret, hello=hello, ssl_context=None))
+    assert await user.happened.get() == "up"
+    while not relay.links:  # noqa: ASYNC110  # the relay's side opens a moment later or earlier
+        await asyncio.sleep(0)
+    relay.refuse_code = "mismatch"
+    relay.links[0].send(Error(code="mismatch", message="it fits no verify node"))
+    assert await user.happened.get() == "lost"
+    if not stood:
+        with pytest.raises(PeerMismatch, match="fits no verify node"):
+            await asyncio.wait_for(kept, 5.0)
+        return
+    while relay.num_refused < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    relay.refuse_code = ""
+    assert await asyncio.wait_for(user.happened.get(), 5.0) == "up"
+    kept.cancel()
+    await asyncio.gather(kept, return_exceptions=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -8,7 +9,16 @@ import signal
 
 import pytest
 
-from wire.aio.process import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, announce, run_main, stop_on_signals
+from wire.aio.process import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    announce,
+    ending_signals,
+    run_main,
+    stop_on_signals,
+)
+from wire.aio.quiet import MAX_BURST
 from wire.errors import LinkLost
 
 
@@ -59,7 +69,7 @@ def test_an_interrupt_exits_with_130() -> None:
     assert failing(KeyboardInterrupt()) == EXIT_INTERRUPTED
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_signals_ask_to_stop(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stop = stop_on_signals()
@@ -67,7 +77,7 @@ async def test_signals_ask_to_stop(number: signal.Signals, caplog: pytest.LogCap
         os.kill(os.getpid(), number)
         await asyncio.wait_for(stop.wait(), 5.0)
     finally:
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(each)
     assert f"{number.name}: draining" in caplog.text
 
@@ -75,3 +85,32 @@ async def test_signals_ask_to_stop(number: signal.Signals, caplog: pytest.LogCap
 def test_readiness_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     announce(port=8700)
     assert json.loads(capsys.readouterr().out) == {"ready": True, "port": 8700}
+
+
+def test_a_process_under_nohup_outlives_its_terminal() -> None:
+    assert signal.SIGHUP in ending_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ending_signals() == [signal.SIGTERM, signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_c080_no_descriptor_left_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio tells of each of a hundred attempts a second, with a traceback."""
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        for _ in range(1000):
+            exc = OSError(errno.EMFILE, "Too many open files")
+            loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": exc})
+            late = "Exception in callback BaseSelectorEventLoop._start_serving()"
+            loop.call_exception_handler({"message": late, "exception": ValueError("Invalid file descriptor: -1")})
+        loop.call_exception_handler({"message": "something else", "exception": ValueError("a bug")})
+        return EXIT_OK
+
+    assert run_main("relay", main) == EXIT_OK
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        "nobody can be let in, open files are at their limit: [Errno 24] Too many open files"
+    ] * MAX_BURST + ["something else"]

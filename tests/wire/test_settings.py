@@ -141,3 +141,17 @@ def test_whole_numbers_have_bounds() -> None:
     for text in ("0", "4", "2.5", ""):
         with pytest.raises(argparse.ArgumentTypeError, match=r"in 1\.\.3"):
             convert(text)
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_a_name_cannot_make_up_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    log = logging.getLogger("relay.server")
+    log.info("< %s left: %s", "peer\n2026-01-01 INFO relay: all is well", "caf\u00e9 \x1b[2J\u2028\x85")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(r"< peer\n2026-01-01 INFO relay: all is well left: café \x1b[2J\u2028\x85")
+    try:
+        raise ValueError("a bug")
+    except ValueError:
+        log.exception("failed")
+    assert len(capsys.readouterr().err.splitlines()) > 2, "a traceback has lines of its own"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from wire.aio.causes import without_secrets
 from wire.aio.link import Link, dial
-from wire.errors import LinkLost, QueueFull
+from wire.errors import LinkLost, PeerMismatch, QueueFull
 from wire.messages import Hello
 from wire.settings import read_secret_file
 
@@ -31,6 +31,7 @@ class Backoff:
     most_s: float = 30.0
     stable_s: float = 30.0
     num_failures: int = 0
+    has_stood: bool = False
 
     def pause_s(self, rng: random.Random) -> float:
         """The pause before the next attempt."""
@@ -43,6 +44,7 @@ class Backoff:
         """A link stood for `up_s`."""
         if up_s >= self.stable_s:
             self.num_failures = 0
+            self.has_stood = True
 
 
 class LinkUser(Protocol):
@@ -68,6 +70,9 @@ async def keep_linked(
 ) -> None:
     """Run for ever; raises when the relay turns us away for good.
 
+    Once a link has stood, a mismatch is not for good: the node fits one that is only not back yet, as after a restart
+    of the relay.
+
     Args:
         secret_file: read again before each link but the first, so that the secret can be changed without a restart.
 
@@ -87,8 +92,8 @@ async def keep_linked(
                 log.warning("the secret file cannot be read, the last secret is used: %s", type(exc).__name__)
         try:
             link = await dial(url, secret=secret, hello=hello, ssl_context=ssl_context)
-        except LinkLost as exc:
-            if not was_up:
+        except (LinkLost, PeerMismatch) as exc:
+            if not (was_up if isinstance(exc, LinkLost) else backoff.has_stood):
                 raise
             pause_s = backoff.pause_s(rng)
             log.warning("%s; next attempt in %.1f s", exc, pause_s)
@@ -103,12 +108,14 @@ async def keep_linked(
         code, reason = 1001, "going away"
         try:
             await link.run(lambda kind, session, frame, now: user.on_frame(frame, now))
-        except (LinkLost, QueueFull) as exc:
+        except (LinkLost, QueueFull, PeerMismatch) as exc:
+            backoff.on_link_ended(loop.time() - since)
+            if isinstance(exc, PeerMismatch) and not backoff.has_stood:
+                raise
             log.warning("< link to the relay lost: %s", exc)
             # Should the relay still be there, it reads why we gave it up.
             code, reason = 1011, str(exc)
         finally:
             user.on_link_lost()
             await link.close(code, reason)
-        backoff.on_link_ended(loop.time() - since)
         await asyncio.sleep(backoff.pause_s(rng))

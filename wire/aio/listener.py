@@ -29,7 +29,6 @@ WebSocket is closed when it returns."""
 Authenticate = Callable[[str], object | None]
 """Who comes with this secret; None for nobody. Must take as long for a wrong secret as for a right one."""
 NO_SECRET = "-"
-BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,6 @@ class Listener:
                 ssl=self._ssl_context,
                 open_timeout=self._open_timeout_s,
                 server_header=None,
-                # A relay that comes back is dialled by everybody at once; the default lets a hundred of them wait.
-                backlog=BACKLOG,
                 **link_options(),
             )
         except OSError as exc:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Protocol
 
 from wire.aio.dialer import LinkUser, keep_linked
 from wire.aio.health import StatusServer
+from wire.aio.quiet import RateLimited
 from wire.aio.spot import spot_notice
 from wire.errors import WireError
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
@@ -50,8 +53,13 @@ def run_main(
         expected: errors that are told in one line, besides wire and operating-system errors.
         debug: show tracebacks.
     """
+
+    async def watched() -> int:
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
+        return await main()
+
     try:
-        return asyncio.run(main())
+        return asyncio.run(watched())
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BaseException as exc:
@@ -65,8 +73,40 @@ def run_main(
         return EXIT_FAILURE
 
 
+class LoopErrors:
+    """What asyncio has nobody to tell but the log. While there are no descriptors left it tries to accept a hundred
+    times a second, and tells each time with a traceback."""
+
+    def __init__(self) -> None:
+        self._not_accepted = RateLimited(log, logging.ERROR)
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The event loop's exception handler."""
+        text, exc = str(context.get("message", "")), context.get("exception")
+        if text.startswith("socket.accept()"):
+            self._not_accepted("", "nobody can be let in, open files are at their limit: %s", exc)
+        elif "._start_serving" in text and isinstance(exc, ValueError):
+            # The next attempts, for a port that was closed meanwhile.
+            log.debug("not listening any more: %s", exc)
+        else:
+            loop.default_exception_handler(context)
+
+
+def use_all_descriptors() -> None:
+    """Raise the limit of open files as far as we may: each peer is one, and the usual 1,024 are few for a relay."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def ending_signals() -> list[signal.Signals]:
+    """The signals that ask a process to end; that its terminal is gone is none for one that runs under nohup."""
+    ending = [signal.SIGTERM, signal.SIGINT]
+    return ending if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*ending, signal.SIGHUP]
+
+
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set, in the running event loop."""
+    """An event that the signals to end set, in the running event loop."""
     stop = asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -74,7 +114,7 @@ def stop_on_signals() -> asyncio.Event:
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         loop.add_signal_handler(number, on_signal, number)
     return stop
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from wire.aio.link import Link
+from wire.aio.quiet import RateLimited
 from wire.codec import decode
 from wire.errors import ProtocolError, QueueFull
 from wire.messages import Draining, Error, Message
@@ -34,10 +35,16 @@ class NodeShell:
         self._slot_calls: list[SlotCall] = []
         self._failed: dict[int, Exception] = {}
         self.draining = False
+        self._leaving = (0.0, "")
+        self._malformed = RateLimited(log, logging.WARNING)
 
     def on_link(self, link: Link) -> None:
         """A link to the relay is up."""
         self.link = link
+        if self.draining:
+            # The relay knows nothing of what was said over an earlier link.
+            leaves_at, reason = self._leaving
+            self.send(Draining(grace_s=max(0.0, leaves_at - self.now()), reason=reason))
 
     def send(self, message: Message) -> None:
         """Send to the relay, if it is there."""
@@ -55,7 +62,7 @@ class NodeShell:
         try:
             return decode(frame)
         except ProtocolError as exc:
-            log.warning("< malformed frame: %s", exc)
+            self._malformed("", "< malformed frame: %s", exc)
             self.send(Error(code="malformed", message=str(exc)))
             return None
 
@@ -109,10 +116,14 @@ class NodeShell:
     async def drain(self, grace_s: float, reason: str) -> None:
         """Take no new session and wait for the running ones, at most `grace_s`."""
         self.draining = True
+        self._leaving = (self.now() + grace_s, reason)
         self.send(Draining(grace_s=grace_s, reason=reason))
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
+                if self.link is not None:
+                    # What is queued belongs to the answers too: a Close would overtake it.
+                    await self.link.flush()
         except TimeoutError:
             log.warning("%d sessions did not end within %g s", self._num_sessions, grace_s)
 
