@@ -102,6 +102,10 @@ class VerifyNode(NodeShell):
                 self._perform([*refuse_drafter(session, "a frame cannot be read")])
             return
         if isinstance(message, OpenSession):
+            if message.session in self.scheduler.sessions:
+                # Names are unique at the relay, so this is the same request, which may come twice.
+                self.scheduler.num_stale_messages += 1
+                return
             if self.draining:
                 self.send(Error(session=message.session, code="draining", message="the verify node is draining"))
                 return

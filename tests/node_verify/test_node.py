@@ -220,3 +220,12 @@ async def test_c047_a_drafter_whose_frames_cannot_be_read_is_refused_once_and_th
     while not isinstance(link.sent["s"][-1], Done):  # noqa: ASYNC110  # its event was set by the Error
         await asyncio.sleep(0.001)
     assert link.num_tokens("s") == 40
+
+
+async def test_a_request_that_comes_twice_is_served_once(start: Start) -> None:
+    node, link, _ = start("", ValueError())
+    request(node, "s", 1)
+    request(node, "s", 1)
+    assert isinstance(await ended(link, "s"), Done)
+    assert link.num_tokens("s") == 20
+    assert not [message for message in link.sent["s"] if isinstance(message, Error)]

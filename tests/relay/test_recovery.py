@@ -26,6 +26,7 @@ from relay.client import Delta, Finished, StreamClient
 from relay.errors import RequestFailed
 from speculation.growth import parse_growth
 from speculation.selection import BestFirst
+from tests.relay.bad_link import BadLink
 from wire.aio.dialer import Backoff, keep_linked
 from wire.aio.shell import NodeShell
 from wire.aio.trace import TraceWriter
@@ -343,3 +344,37 @@ async def test_nodes_show_what_they_did(nodes: Nodes, client: StreamClient) -> N
         drafted['foredraft_round_seconds_count{part="total"}']
     )
     assert int(drafted['foredraft_round_seconds_count{part="verify compute"}']) > 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_every_message_may_come_twice_on_every_hop(relay: Any, sampling: Sampling) -> None:
+    async with BadLink(relay.url, relay.secret, double=1.0) as bad:
+        nodes = Nodes(bad.url, relay.secret)
+        verify, draft = await nodes.verify(pass_s=UNHURRIED_S), await nodes.draft()
+        async with StreamClient(bad.url, secret=relay.secret) as client:
+            for _ in range(2):
+                answers = [Listener(client, sampling, 60) for _ in range(2)]
+                for answer in answers:
+                    await answer.whole(sampling, 60)
+        assert bad.num_doubled > 100
+        async with asyncio.timeout(BOUND_S):
+            while verify.num_sessions or draft.num_sessions:  # noqa: ASYNC110  # nothing to wait on
+                await asyncio.sleep(0.01)
+        for running in nodes.running:
+            await running.kill()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_c038_drafts_and_acceptances_may_overtake_each_other(relay: Any, seed: int) -> None:
+    kinds = ("candidates", "acceptance", "resync")
+    async with BadLink(relay.url, relay.secret, double=0.3, overtake=0.4, kinds=kinds, seed=seed) as bad:
+        nodes = Nodes(bad.url, relay.secret)
+        verify, draft = await nodes.verify(pass_s=UNHURRIED_S), await nodes.draft()
+        async with StreamClient(relay.url, secret=relay.secret) as client:
+            await Listener(client, SAMPLINGS[1], 60).whole(SAMPLINGS[1], 60)
+        assert bad.num_overtaken
+        async with asyncio.timeout(BOUND_S):
+            while verify.num_sessions or draft.num_sessions:  # noqa: ASYNC110  # nothing to wait on
+                await asyncio.sleep(0.01)
+        for running in nodes.running:
+            await running.kill()
