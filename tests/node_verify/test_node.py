@@ -4,6 +4,7 @@ between."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from speculation.passes import Sampling, VerifyPass, VerifyResult
 from speculation.selection import BestFirst
 from wire.aio.trace import TraceWriter
 from wire.codec import encode
-from wire.messages import Done, Error, Message, OpenSession, TextDelta
+from wire.messages import Cancel, Done, Error, Message, OpenSession, TextDelta
 
 VOCAB = 64
 
@@ -188,3 +189,30 @@ async def test_c079_what_is_lost_for_all_sessions_ends_the_node(
     request(node, "bad", 13)
     with pytest.raises((EngineDead, RuntimeError), match=told):
         await asyncio.wait_for(task, 20)
+
+
+async def test_a_prompt_that_is_still_being_tokenized_is_not_taken_for_its_successors(start: Start) -> None:
+    """Cancelled and opened anew under its name, while the tokenizer is at it: the answer is to the new prompt alone."""
+    node, link, _ = start("", ValueError(), num_slots=1)
+    may_end = {"old": threading.Event(), "another": threading.Event()}
+
+    class Slow(Letters):
+        def encode(self, text: str) -> list[int]:
+            may_end[text].wait(20)
+            return super().encode(text)
+
+    node.tokenizer = Slow()  # type: ignore[assignment]
+    node.on_frame(encode(OpenSession(session="s", prompt="old", max_tokens=3)), node.now())
+    (old,) = node._opening
+    await asyncio.sleep(0)
+    node.on_frame(encode(Cancel(session="s")), node.now())
+    link.ended["s"].clear()
+    node.on_frame(encode(OpenSession(session="s", prompt="another", max_tokens=3)), node.now())
+    may_end["old"].set()
+    await old
+    may_end["another"].set()
+    done = await ended(link, "s")
+    assert isinstance(done, Done)
+    assert done.prompt_tokens == len("another")
+    request(node, "next", 1)
+    assert isinstance(await ended(link, "next"), Done)
