@@ -187,11 +187,14 @@ class Checkpoint:
 
 
 def choose_format(asked: str, *, on_cpu: str) -> tuple[str, str]:
-    """(dtype, device) for what --dtype asked; "auto" is bfloat16 on a GPU and `on_cpu` without one."""
+    """(dtype, device) for what --dtype asked; "auto" is bfloat16 on a GPU, float16 on one that only emulates it, and
+    `on_cpu` without one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if asked != "auto":
         return asked, device
-    return ("bfloat16" if device == "cuda" else on_cpu), device
+    if device == "cpu":
+        return on_cpu, device
+    return ("bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"), device
 
 
 def digest_weights(directory: Path, config_digest: str) -> str:

@@ -92,7 +92,7 @@ class HFDrafter:
             for index, (request, new) in enumerate(zip(batch, ready, strict=True))
             if isinstance(new, NewRows)
         ]
-        logits = together([new for _, _, new in shared], self._model.forward_batch)
+        logits = self._forward_shared([new for _, _, new in shared])
         sampling_started = time.perf_counter()
         run_s = self._model.run_s - run_before
         children: list[dict[int, tuple[Child, ...]] | Exception] = [
@@ -119,6 +119,16 @@ class HFDrafter:
     def close(self, slot: int) -> None:
         self._sessions.close(slot)
         self._model.clear(slot)
+
+    def _forward_shared(self, batch: Sequence[NewRows]) -> list[Tensor | Exception]:
+        """Logits of each, in one pass where that is possible."""
+        logits = together(batch, self._model.forward_batch)
+        for index, (new, rows) in enumerate(zip(batch, logits, strict=True)):
+            # Others' rows are part of the products, if behind a mask: what is no number may be theirs.
+            if len(batch) > 1 and isinstance(rows, Tensor) and not bool(rows.amax(1).isfinite().all()):
+                self._model.rewind(new.slot, len(new.tokens))
+                (logits[index],) = together([new], self._model.forward_batch)
+        return logits
 
     def _prepare(self, request: DraftStep) -> NewRows | dict[int, tuple[Child, ...]]:
         """Settle and check one session's step, run what it runs alone; what is left to run with others, or, of a chain

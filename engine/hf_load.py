@@ -77,6 +77,20 @@ def refuse_layers(config: Any, max_length: int, name: str) -> None:
     # The mapping imports only the classes of this architecture; it does not know a checkpoint's own code.
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     _refuse_state(model_class, name)
+    _refuse_long_rope(text, max_length, name)
+
+
+def _refuse_long_rope(text: Any, max_length: int, name: str) -> None:
+    """transformers chooses between the two sets of factors by the last position of a whole pass: beyond the first set's
+    reach, a candidate would change the tokens before it, and one session those of the others in its pass."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        reach = each.get("original_max_position_embeddings") or 0
+        if each.get("rope_type") == "longrope" and max_length > reach:
+            raise CheckpointError(
+                f"{name} has other rotary factors (longrope) beyond {reach} tokens, which one pass "
+                f"cannot tell apart. Set the maximum length to {reach} or less (it is {max_length})"
+            )
 
 
 def _refuse_state(model_class: Any, name: str) -> None:

@@ -184,7 +184,13 @@ class HFTarget:
         base = self._model.rows[slot].length
         # The last token is pending again: its row, if it was a candidate, is not kept.
         kept = walked.rows[: len(walked.tokens) - 1]
-        self._model.keep(slot, [base, *(base + row for row in kept)])
+        try:
+            self._model.keep(slot, [base, *(base + row for row in kept)])
+        except Exception as exc:
+            # Its rows may have been moved in part, so it cannot go on; the others of the pass have been committed.
+            if is_of_all(exc):
+                raise
+            return exc
         session.tokens.extend(walked.tokens)
         session.sampler.commit(walked.tokens)
         return _Walked(walked, logprobs, tops)

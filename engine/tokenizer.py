@@ -122,7 +122,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt, with the BOS the tokenizer adds, once."""
-        return self._one_bos(list(self._backend.encode(text, add_special_tokens=True).ids))
+        return self._one_bos(list(_encode(self._backend, text, add_special_tokens=True).ids))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation by the checkpoint's template, up to where the answer starts.
@@ -154,7 +154,7 @@ class Tokenizer:
         except Exception as exc:  # jinja's own errors, and those the template raises
             raise ValueError(f"the chat template refuses these messages: {first_line(exc)}") from exc
         text, spelled = self._unmark(rendered, mark, names)
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = _encode(self._backend, text, add_special_tokens=False)
         if not spelled:
             return self._one_bos(list(encoding.ids))
         ids: list[int] = []
@@ -220,6 +220,11 @@ class Tokenizer:
         while len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
             del ids[0]
         return ids
+
+
+def _encode(backend: Any, text: str, *, add_special_tokens: bool) -> Any:
+    # As a batch of one: `encode` keeps the interpreter to itself, and with a long prompt the event loop from its links.
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 class _WindowStream:

@@ -44,7 +44,8 @@ class DraftConfig(NodeConfig):
         )  # fmt: skip
         args.add_argument(
             "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"],
-            help="auto: bfloat16 on a GPU, int8 on a CPU where the model is Llama-shaped and distilled, else float32",
+            help="auto: bfloat16 on a GPU (float16 on one too old for it), int8 on a CPU where the model "
+            "is Llama-shaped and distilled, else float32",
         )  # fmt: skip
         args.add_argument(
             "--pace", type=named(Pace.parse), default="3+0.02", metavar="MS[+ROW_MS]",

@@ -82,7 +82,7 @@ class DraftScheduler:
         self.counters = Counters()
         self._free_slots = list(range(num_slots))[::-1]
         self._turns = Rota()
-        self.running: list[tuple[str, int]] = []  # (session, epoch) of each part of the step in work
+        self.running: list[Session] = []  # of each part of the step in work
         self._running_nodes: list[tuple[int, ...]] = []
         self._num_growing = 0
 
@@ -202,10 +202,10 @@ class DraftScheduler:
             if part is not None:
                 session.started_at = now if session.started_at is None else session.started_at
                 parts.append(part)
-                self.running.append((session.id, session.epoch))
+                self.running.append(session)
                 room -= len(part.commit) + len(part.nodes)
                 tokens -= len(part.commit)
-        self._turns.served([name for name, _ in self.running])
+        self._turns.served([session.id for session in self.running])
         self._running_nodes = [tuple(row.node for row in part.nodes) for part in parts]
         self.counters.num_steps += bool(parts)
         self.counters.num_rows += self.max_rows - room
@@ -217,9 +217,9 @@ class DraftScheduler:
         if not running or len(results) != len(running):
             raise ValueError(f"a step of {len(running)} parts is running, {len(results)} results came")
         actions: list[Action] = []
-        for (session_id, epoch), nodes, result in zip(running, self._running_nodes, results, strict=True):
-            session = self.sessions.get(session_id)
-            if session is not None and session.epoch == epoch and session.tree is not None:
+        for session, nodes, result in zip(running, self._running_nodes, results, strict=True):
+            # By identity: another session of this name may have come meanwhile, under the same epoch.
+            if self.sessions.get(session.id) is session and session.tree is not None:
                 actions += self._on_part_done(session, session.tree, nodes, result, now)
         return actions
 

@@ -38,7 +38,7 @@ class VerifyConfig(NodeConfig):
         args.add_argument("--model", required=True, help="target: checkpoint directory or hub id of a causal LM")
         args.add_argument(
             "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
-            help="auto: bfloat16 on a GPU, float32 on a CPU",
+            help="auto: bfloat16 on a GPU (float16 on one too old for it), float32 on a CPU",
         )  # fmt: skip
         args.add_argument(
             "--max-rows", type=whole(1, 256), default=32,

@@ -8,7 +8,15 @@ from node_verify.session import ReceivedFrame, Send, Session
 from speculation.passes import VerifyResult
 from speculation.tree import Arrival, MalformedCandidate, score_logprob
 from wire.codec import digest_ids
-from wire.messages import Acceptance, Candidates, Error, Prefix, Resync, RoundTiming
+from wire.messages import (
+    MAX_TOKENS_PER_FRAME,
+    Acceptance,
+    Candidates,
+    Error,
+    Prefix,
+    Resync,
+    RoundTiming,
+)
 
 PREFIX_PART_TOKENS = 8192
 """At most about 56 KB a frame, so that a long prompt does not hold up other sessions' frames."""
@@ -76,7 +84,8 @@ def missing_acceptance(session: Session, message: Resync, *, wanted: bool) -> li
     """What was committed since the length that the draft node knows; nothing if it is up to date."""
     if session.tree is None or message.epoch != session.epoch or message.length >= session.tree.length:
         return []
-    missing = tuple(session.tree.committed[message.length :])
+    # No more than fits a frame; of the rest the draft node learns by asking again.
+    missing = tuple(session.tree.committed[message.length : message.length + MAX_TOKENS_PER_FRAME])
     answer = Acceptance(session=session.id, epoch=session.epoch, start=message.length, tokens=missing, wanted=wanted)
     return [Send(answer)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -21,7 +21,18 @@ from engine.slots import one_by_one, together
 from node_verify.drafting import refuse_drafter
 from node_verify.requests import Request, RequestRefused, check_ids, make_request
 from node_verify.scheduler import VerifyScheduler
-from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, SessionEnded, Verify, Work, work_slot
+from node_verify.session import (
+    Action,
+    CloseSlot,
+    OpenSlot,
+    Prefill,
+    Send,
+    Session,
+    SessionEnded,
+    Verify,
+    Work,
+    work_slot,
+)
 from node_verify.text import AnswerText, DecodeStream, answer_text, spelled
 from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell, SlotCall
@@ -32,7 +43,7 @@ from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, To
 from wire.metrics import Family, counter, gauge, labelled
 
 log = logging.getLogger(__name__)
-AVERAGES = ("acceptance_rate", "mean_acceptance_length", "acceptance_at_")
+AVERAGES = ("acceptance_rate", "mean_acceptance_length", "acceptance_at_", "round_")
 """Names in a session's report that do not add up."""
 
 
@@ -112,7 +123,9 @@ class VerifyNode(NodeShell):
             actions = self.scheduler.on_opening(message.session, now)
             self._perform(actions)
             if not actions:
-                task = asyncio.create_task(self._open(message), name=f"open {message.session}")
+                task = asyncio.create_task(
+                    self._open(message, self.scheduler.sessions[message.session]), name=f"open {message.session}"
+                )
                 self._opening.add(task)
                 task.add_done_callback(self._opening.discard)
         elif isinstance(message, Tokenize):
@@ -182,8 +195,10 @@ class VerifyNode(NodeShell):
     def _prefill(self, chunk: Prefill) -> None:
         self.runner.prefill(chunk.slot, chunk.start, chunk.end)
 
-    async def _open(self, message: OpenSession) -> None:
-        """Tokenize off the loop, then tell the scheduler."""
+    async def _open(self, message: OpenSession, session: Session) -> None:
+        """Tokenize off the loop, then tell the scheduler, if the session is still there."""
+        refused = partial(self.scheduler.on_refused, message.session)
+        outcome: Callable[[], list[Action]]
         try:
             prompt_ids = await asyncio.to_thread(self._encode, message)
             request = make_request(
@@ -195,12 +210,15 @@ class VerifyNode(NodeShell):
             )
             text = await asyncio.to_thread(self._answer_text, request)
         except RequestRefused as exc:
-            self._perform(self.scheduler.on_refused(message.session, exc.code, str(exc)))
+            outcome = partial(refused, exc.code, str(exc))
         except Exception as exc:
             log.exception("session %s: the request could not be read", message.session)
-            self._perform(self.scheduler.on_refused(message.session, "bad_request", in_words(exc)))
+            outcome = partial(refused, "bad_request", in_words(exc))
         else:
-            self._perform(self.scheduler.on_request(message.session, request, text, self.now()))
+            outcome = partial(self.scheduler.on_request, message.session, request, text, self.now())
+        # It may have been cancelled meanwhile, and another one of its name opened.
+        if self.scheduler.sessions.get(message.session) is session:
+            self._perform(outcome())
 
     async def _tokenize(self, message: Tokenize) -> None:
         """Answer with ids and text; no slot and no model is needed for it."""

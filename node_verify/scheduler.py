@@ -26,19 +26,7 @@ from node_verify.drafting import acceptance, missing_acceptance, prefix_parts, t
 from node_verify.line import WaitingLine
 from node_verify.planning import lacks_candidates, plan_pass, plan_prefill
 from node_verify.requests import Request
-from node_verify.session import (
-    Action,
-    CloseSlot,
-    OpenSlot,
-    Prefill,
-    Send,
-    Session,
-    SessionEnded,
-    State,
-    Verify,
-    Work,
-    work_slot,
-)
+from node_verify.session import Action, CloseSlot, OpenSlot, Prefill, Send, Session, SessionEnded, State, Verify, Work
 from node_verify.text import AnswerText, ended_by
 from speculation.batching import Turns
 from speculation.costs import PassCosts
@@ -50,6 +38,7 @@ from speculation.selection import Estimates, SelectionPolicy
 from speculation.tree import Tree
 from wire.errors import in_words
 from wire.messages import (
+    MAX_ERROR_CHARS,
     Cancel,
     Candidates,
     Done,
@@ -109,7 +98,7 @@ class VerifyScheduler:
         self.num_stale_messages = 0
         self._line = WaitingLine(num_slots, max_waiting)
         self._turns = Turns(prefill_chunk)
-        self._running: Sequence[Work] = ()
+        self._running: list[tuple[Session, Work]] = []
         self.running_since = 0.0
 
     def on_opening(self, session_id: str, now: float) -> list[Action]:
@@ -175,9 +164,10 @@ class VerifyScheduler:
             return ()
         pass_first = self._turns.pass_is_next
         work: Sequence[Work] = self._next_pass(now) if pass_first else self._next_prefill()
-        self._running = work or (self._next_prefill() if pass_first else self._next_pass(now))
+        work = work or (self._next_prefill() if pass_first else self._next_pass(now))
+        self._running = [(self.sessions[part.session], part) for part in work]
         self.running_since = now
-        return self._running
+        return work
 
     def next_timer(self) -> float | None:
         """When `next_work` should be asked again although nothing has happened."""
@@ -190,22 +180,22 @@ class VerifyScheduler:
         self, results: Sequence[VerifyResult | Exception | None], now: float, hop_rtt_s: float = 0.0
     ) -> list[Action]:
         """Take the results of what `next_work` gave out, one for each part (None for a prefill)."""
-        works, self._running = self._running, ()
-        if not works or len(results) != len(works):
-            raise ValueError(f"{len(works)} parts of work are running, {len(results)} results came")
+        running, self._running = self._running, []
+        if not running or len(results) != len(running):
+            raise ValueError(f"{len(running)} parts of work are running, {len(results)} results came")
         if self.costs is not None and any(isinstance(result, VerifyResult) for result in results):
-            num_rows = sum(len(work.request.tokens) for work in works if isinstance(work, Verify))
+            num_rows = sum(len(work.request.tokens) for _, work in running if isinstance(work, Verify))
             self.costs.observe(num_rows, now - self.running_since)
         actions: list[Action] = []
-        for work, result in zip(works, results, strict=True):
-            actions += self._on_part_done(work, result, now, hop_rtt_s)
+        for (session, work), result in zip(running, results, strict=True):
+            actions += self._on_part_done(session, work, result, now, hop_rtt_s)
         return actions
 
     def _on_part_done(
-        self, work: Work, result: VerifyResult | Exception | None, now: float, hop_rtt_s: float
+        self, session: Session, work: Work, result: VerifyResult | Exception | None, now: float, hop_rtt_s: float
     ) -> list[Action]:
-        session = self.sessions.get(work.session)
-        if session is None or session.slot != work_slot(work):
+        # By identity: another session of this name may have come meanwhile, to the same slot.
+        if self.sessions.get(session.id) is not session:
             return []
         if isinstance(result, Exception):
             return self._fail(session.id, "target_failed", in_words(result))
@@ -386,7 +376,8 @@ class VerifyScheduler:
         session = self.sessions.get(session_id)
         if session is None:
             return []
-        return [Send(Error(session=session_id, code=code, message=message)), *self._forget(session, session.idle_since)]
+        error = Error(session=session_id, code=code, message=message[:MAX_ERROR_CHARS])
+        return [Send(error), *self._forget(session, session.idle_since)]
 
     def _forget(self, session: Session, now: float) -> list[Action]:
         del self.sessions[session.id]

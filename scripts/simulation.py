@@ -367,8 +367,7 @@ class Simulation:
         ]
         end_s = self.now + cost_s
         self.busy += [
-            Busy("draft", session, self.now, end_s, self.draft.sessions[session].tip_position)
-            for session, _ in self.draft.running
+            Busy("draft", session.id, self.now, end_s, session.tip_position) for session in self.draft.running
         ]
         self._device_until = end_s + self.times.draft_overhead_s
         self.at(end_s + self.times.draft_overhead_s, lambda: self._draft_done(results))

@@ -235,8 +235,10 @@ class Tree:
             return Arrival.PASSED
         siblings = self.children(parent)
         if token in siblings:
-            self._alias[node] = siblings[token]
-            self.nodes[siblings[token]].aliases += (node,)
+            # A drafter that repeats itself fills no memory: beyond the bound its children are dropped with it.
+            if len(self._alias) < self.max_nodes:
+                self._alias[node] = siblings[token]
+                self.nodes[siblings[token]].aliases += (node,)
             return Arrival.DUPLICATE
         if len(self.nodes) >= self.max_nodes:
             return Arrival.FULL

@@ -42,6 +42,7 @@ MAX_ROUNDS_PER_FRAME = 64
 MAX_TOKENS_PER_FRAME = 65_536
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_ERROR_CHARS = 8192
 MAX_DURATION_S = 1e7
 PROBE_PREFIX = "hop:"
 """Names of clients that take probes begin with it, so that no other client is ever sent one."""
@@ -416,7 +417,7 @@ class Error(Message):
         if self.session is not None:
             check_text("session", self.session, 64, empty=False)
         check_text("error.code", self.code, 64, empty=False)
-        check_text("error.message", self.message, 8192)
+        check_text("error.message", self.message, MAX_ERROR_CHARS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

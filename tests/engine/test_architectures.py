@@ -113,3 +113,25 @@ def test_c025_what_cannot_be_rewound_is_refused_by_its_config_with_the_reason(tm
     with pytest.raises(CheckpointError, match=REFUSED[arch]) as caught:
         Checkpoint(str(tmp_path), max_length=64)
     assert tmp_path.name in str(caught.value)
+
+
+def test_two_sets_of_rotary_factors_are_served_up_to_where_the_second_begins(tmp_path: Path) -> None:
+    """Beyond, transformers takes one of them for a whole pass, by its last position."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+    }  # fmt: skip
+    path = str(tiny_checkpoint(
+        tmp_path / "longrope", seed=5, arch="phi3", max_length=128, original_max_position_embeddings=32,
+        rope_parameters=rope,
+    ))  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"longrope.*Set the maximum length to 32 or less \(it is 128\)"):
+        Checkpoint(path)
+    checkpoint = Checkpoint(path, max_length=32)
+    for model in models(checkpoint):
+        prompt = list(range(5, 33))
+        model.forward(0, prompt, num_committed=len(prompt), num_logits=1)
+        row, *_ = model.forward(0, [7, 8, 9, 10], parents=[27, 28, 29, 30])
+        expected = model.without_cache([*prompt, 7])
+        assert expected is not None
+        assert (row - expected[0]).abs().max() <= 2e-5 * expected.abs().max()

@@ -341,3 +341,45 @@ def test_smollm2_answers_the_same_in_company(tmp_path: Path) -> None:
             answers.target.close(slot)
     for one, other in zip(*found, strict=True):
         assert one[: len(other)] == other[: len(one)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_in_one_sessions_drafts_costs_the_others_nothing(lm: CausalLM, kind: str) -> None:
+    prompts = prompts_of(random.Random(4))
+    model = KINDS[kind](lm)
+    drafter, alone = HFDrafter(model, vocab_size=VOCAB), HFDrafter(KINDS[kind](lm), vocab_size=VOCAB)
+    expected: list[DraftResult | Exception] = []
+    for slot, prompt in enumerate(prompts):
+        for each in (drafter, alone):
+            each.open(slot, sampling=SAMPLINGS[slot % 3], num_prompt=len(prompt))
+            each.step([draft_step(slot, prompt[:-1])] if prompt[:-1] else [])
+        step = replace(draft_step(slot, prompt[-1:]), commit_start=len(prompt) - 1)
+        expected += alone.step([step])
+    assert len(prompts[0]) > 1
+    model.cache.fill(0, 0, 1, math.nan)
+    steps = [replace(draft_step(s, prompts[s][-1:]), commit_start=len(prompts[s]) - 1) for s in range(NUM_SLOTS)]
+    failed, *others = drafter.step(steps)
+    assert isinstance(failed, NumericalError)
+    for slot, (one, other) in enumerate(zip(others, expected[1:], strict=True), 1):
+        assert isinstance(one, DraftResult)
+        assert isinstance(other, DraftResult)
+        assert [child.token for child in one.children[-1]] == [child.token for child in other.children[-1]]
+        assert model.rows[slot].used == len(prompts[slot])
+
+
+def test_a_compaction_that_fails_ends_that_session_alone(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = uncaptured(lm)
+    target = HFTarget(model, vocab_size=VOCAB)
+    answers = Answers(target, prompts_of(random.Random(6))[:3])
+    keep = model.keep
+
+    def fails(slot: int, *args: Any) -> None:
+        if slot == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        keep(slot, *args)
+
+    monkeypatch.setattr(model, "keep", fails)
+    first, failed, last = together([answers.request(slot, VOCAB) for slot in range(3)], target.verify)
+    assert isinstance(failed, torch.OutOfMemoryError)
+    assert isinstance(first, VerifyResult)
+    assert isinstance(last, VerifyResult)

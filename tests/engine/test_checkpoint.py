@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.capturer import Uncaptured
-from engine.checkpoint import Checkpoint, digest_weights
+from engine.checkpoint import Checkpoint, choose_format, digest_weights
 from engine.errors import CheckpointError
 from engine.model import CachedModel
 from engine.selfcheck import self_check
@@ -201,3 +201,21 @@ def test_a_device_map_spreads_layers_over_gpus(copied: Path) -> None:
     lm = Checkpoint(str(copied)).load(device_map="balanced")
     assert len({layer.device for layer in lm.layers}) > 1
     self_check(CachedModel(lm, num_slots=1, max_length=64, max_tree_rows=8, capturer=Uncaptured()))
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_bfloat16", "chosen"),
+    [(True, True, ("bfloat16", "cuda")), (True, False, ("float16", "cuda")), (False, False, ("float32", "cpu"))],
+)
+def test_a_format_is_chosen_that_the_device_computes_with(
+    has_gpu: bool, has_bfloat16: bool, chosen: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated bfloat16, as on a T4, is an order of magnitude slower than float16."""
+
+    def supported(including_emulation: bool = True) -> bool:
+        return has_bfloat16 or (has_gpu and including_emulation)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert choose_format("auto", on_cpu="float32") == chosen
+    assert choose_format("float32", on_cpu="int8")[0] == "float32"

@@ -1,3 +1,5 @@
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,3 +170,25 @@ def test_byte_tokenizer_spells_bytes() -> None:
     assert tokenizer.encode("é") == [0xC3, 0xA9]
     assert tokenizer.decode([104, EOS, 105]) == "hi"
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant: "
+
+
+def test_c029_a_long_prompt_leaves_the_interpreter_to_the_event_loop(tokenizer: Tokenizer) -> None:
+    """The loop's thread gets its turn while another encodes, though that one is never made to give it up."""
+    interval = sys.getswitchinterval()
+    begun, ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        tokenizer.encode("a relay between two regions " * 20_000)
+        ended.set()
+
+    encoding = threading.Thread(target=encode)
+    sys.setswitchinterval(60.0)
+    try:
+        encoding.start()
+        begun.wait(60)
+        ended_before = ended.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        encoding.join()
+    assert not ended_before

@@ -344,3 +344,25 @@ def test_sessions_share_twice_the_rows_that_one_would_have() -> None:
         parts, _ = draft.next_step(0.0)
         rows[num_sessions] = [len(part.nodes) for part in parts]
     assert rows == {1: [4], 2: [4] * 2, 4: [2] * 4, 16: [2] * 16}
+
+
+def test_a_step_of_a_session_that_is_over_is_not_taken_for_its_successors_of_the_same_name() -> None:
+    """Released and opened anew while its step runs: name, slot and epoch are the same, the tree is another."""
+    draft = scheduler()
+    draft.on_prefix(prefix())
+    planned, _ = step(draft)
+    draft.on_release("s")
+    draft.on_prefix(prefix((5, 6)))
+    assert answer(draft, planned, 9) == []
+    anew, _ = step(draft)
+    assert (anew.commit_start, anew.commit) == (0, (5, 6))
+
+
+def test_the_message_of_a_failure_may_be_of_any_length() -> None:
+    draft = scheduler()
+    draft.on_prefix(prefix())
+    step(draft)
+    _, told = draft.on_step_done([RuntimeError("x" * 100_000)], 0.0)
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Error)
+    assert told.message.code == "draft_failed"

@@ -4,6 +4,7 @@ between."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from speculation.selection import BestFirst
 from wire.aio.quiet import MAX_BURST
 from wire.aio.trace import TraceWriter
 from wire.codec import encode
-from wire.messages import Done, Error, Message, OpenSession, Paired, TextDelta
+from wire.messages import Cancel, Done, Error, Message, OpenSession, Paired, TextDelta
 
 VOCAB = 64
 
@@ -229,3 +230,30 @@ async def test_a_request_that_comes_twice_is_served_once(start: Start) -> None:
     assert isinstance(await ended(link, "s"), Done)
     assert link.num_tokens("s") == 20
     assert not [message for message in link.sent["s"] if isinstance(message, Error)]
+
+
+async def test_a_prompt_that_is_still_being_tokenized_is_not_taken_for_its_successors(start: Start) -> None:
+    """Cancelled and opened anew under its name, while the tokenizer is at it: the answer is to the new prompt alone."""
+    node, link, _ = start("", ValueError(), num_slots=1)
+    may_end = {"old": threading.Event(), "another": threading.Event()}
+
+    class Slow(Letters):
+        def encode(self, text: str) -> list[int]:
+            may_end[text].wait(20)
+            return super().encode(text)
+
+    node.tokenizer = Slow()  # type: ignore[assignment]
+    node.on_frame(encode(OpenSession(session="s", prompt="old", max_tokens=3)), node.now())
+    (old,) = node._opening
+    await asyncio.sleep(0)
+    node.on_frame(encode(Cancel(session="s")), node.now())
+    link.ended["s"].clear()
+    node.on_frame(encode(OpenSession(session="s", prompt="another", max_tokens=3)), node.now())
+    may_end["old"].set()
+    await old
+    may_end["another"].set()
+    done = await ended(link, "s")
+    assert isinstance(done, Done)
+    assert done.prompt_tokens == len("another")
+    request(node, "next", 1)
+    assert isinstance(await ended(link, "next"), Done)

@@ -11,6 +11,7 @@ from node_verify.text import AnswerText
 from speculation.passes import VerifyResult
 from speculation.selection import BestFirst
 from wire.messages import (
+    MAX_TOKENS_PER_FRAME,
     Acceptance,
     Cancel,
     Candidates,
@@ -361,3 +362,41 @@ def test_stale_messages_are_counted_and_nothing_else() -> None:
     verify.on_message(offer(0, (-1,), (3,), epoch=1), 0.0)
     assert verify.sessions["s"].stats.num_stale == 1
     assert verify.on_message(Paired(session="s", epoch=2, draft="again"), 0.0) == []
+
+
+def test_work_of_a_session_that_is_over_is_not_taken_for_its_successors_of_the_same_name() -> None:
+    """Cancelled and opened anew while its pass runs: name and slot are the same, the answer is another's."""
+    verify = scheduler()
+    open_session(verify)
+    next_pass(verify)
+    verify.on_message(Cancel(session="s"), 0.0)
+    open_session(verify, prompt_ids=(2, 3))
+    assert verify.on_work_done([VerifyResult(tokens=(7,), rows=(), compute_s=0.0)], 0.0) == []
+    (work,) = verify.next_work(0.0)
+    assert work == Prefill("s", 0, 0, 1)
+    verify.on_message(Cancel(session="s"), 0.0)
+    open_session(verify, prompt_ids=(4, 5, 6))
+    assert verify.on_work_done([None], 0.0) == []
+    assert verify.next_work(0.0) == [Prefill("s", 0, 0, 2)]
+
+
+def test_what_a_drafter_asks_for_fits_a_frame() -> None:
+    verify = scheduler()
+    made = make_request(
+        OpenSession(session="s", prompt_ids=(1,), max_tokens=10), prompt_ids=[1] * (MAX_TOKENS_PER_FRAME + 2),
+        context_length=100_000, vocab_size=100, stop_ids=(),
+    )  # fmt: skip
+    verify.on_opening("s", 0.0)
+    verify.on_request("s", made, AnswerText(Letters(), ()), 0.0)
+    pair(verify)
+    (answer,) = messages(list(verify.on_message(Resync(session="s", epoch=1, length=0), 0.0)))
+    assert (answer.start, len(answer.tokens)) == (0, MAX_TOKENS_PER_FRAME)
+
+
+def test_the_message_of_a_failure_may_be_of_any_length() -> None:
+    verify = scheduler()
+    open_session(verify)
+    next_pass(verify)
+    (error,) = messages(list(verify.on_work_done([RuntimeError("x" * 100_000)], 0.0)))
+    assert error.code == "target_failed"
+    assert error.message.startswith("RuntimeError: xxx")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,10 +86,12 @@ class Tokenizer:
 
 
 def test_c079_when_the_models_thread_dies_the_node_ends_and_the_relay_knows_at_once(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process fails, its link closes, the client that was streaming is told, and the relay has no such node."""
     peers: list[list[str]] = []
+    frozen: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append("before the first link"))
     received: list[int] = []
     told: list[BaseException] = []
 
@@ -147,6 +150,7 @@ def test_c079_when_the_models_thread_dies_the_node_ends_and_the_relay_knows_at_o
         patch.setenv("FOREDRAFT_SECRET", SECRET)
         assert run_main("verify", main, EngineError) == EXIT_FAILURE
     assert len(received) == 4
+    assert frozen == ["before the first link"]
     assert len(told) == 1
     assert peers == [["verify"], ["client"]]
     out, err = capfd.readouterr()

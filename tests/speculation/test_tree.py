@@ -158,3 +158,15 @@ def test_no_sequence_of_arrivals_breaks_the_tree(script: list[tuple[str, int, in
             assert tree.nodes[path[0]].position == tree.length
             assert tree.depth(node) == len(path)
             assert tree.logprob(node) == pytest.approx(-0.5 * len(path))
+
+
+def test_a_drafter_that_repeats_itself_fills_no_memory() -> None:
+    tree = Tree([0], max_nodes=8)
+    for node in range(1000):
+        tree.add(node, -1, 5, -0.5)
+    assert len(tree) == 1
+    assert len(tree._alias) <= 8
+    assert tree.add(1000, 8, 6, -0.5) is Arrival.LIVE
+    assert tree.add(1001, 999, 7, -0.5) is Arrival.STALE
+    tree.commit([5])
+    assert not tree._alias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import resource
@@ -133,6 +134,9 @@ async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role:
     """
     # Else the event loop waits up to 5 ms for a model's thread that is busy in Python, with a frame in hand.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # What loading has made stays: walking through it again and again would hold up every session.
+    gc.collect()
+    gc.freeze()
     hello = Hello(
         protocol=PROTOCOL_VERSION,
         role=role,
