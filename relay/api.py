@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from relay.api_answers import ChatForm, Collected, CompletionForm, Form
 from relay.api_auth import HttpAccess
 from relay.api_errors import ApiError, from_wire
+from relay.api_log import HTTP_LOG
 from relay.api_models import (
     ChatRequest,
     CompletionRequest,
@@ -92,8 +93,9 @@ class Gateway:
         """
         # An abandoned request must not go on: its handler is cancelled when its client is gone.
         self._runner = web.AppRunner(
-            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, handle_signals=False
-        )
+            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, handle_signals=False,
+            logger=HTTP_LOG,
+        )  # fmt: skip
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, ssl_context=self.server.access.ssl_context)
         try:
@@ -105,7 +107,8 @@ class Gateway:
         log.info("serving HTTP on %s:%d", host, self.port)
 
     async def close(self) -> None:
-        """Let responses finish for SHUTDOWN_S, then stop."""
+        """Have answers under way told that it is over, for which there are SHUTDOWN_S, then stop."""
+        self.client.end("the relay is shutting down")
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -127,7 +130,11 @@ class Gateway:
         return await self._generate(request, asked, asked.requests, CompletionForm, "prompt")
 
     async def _read(self, request: web.Request, kind: type[M]) -> M:
-        body = await request.read()
+        try:
+            body = await request.read()
+        except web.RequestPayloadError as exc:
+            text = f"the body cannot be read: {' '.join(str(exc).split())}"
+            raise ApiError(400, text, code="invalid_body") from None
         if request.content_length is None:
             # Sent in chunks, so its size was not known when it was let in.
             self.access.charge(request[CREDENTIAL], 0, len(body), asyncio.get_running_loop().time())
@@ -175,17 +182,22 @@ class Gateway:
         for index in range(len(answers)):
             if (opening := form.opening(index)) is not None:
                 await response.write(event(opening))
+        loop = asyncio.get_running_loop()
+        said_at = loop.time()
         try:
             while True:
-                if item is not None:
-                    chunk = _chunk(form, answers, item, exchange, with_sources=with_sources)
-                    if chunk is not None:
-                        await response.write(event(chunk))
+                said = b""
+                if item is not None and (chunk := _chunk(form, answers, item, exchange, with_sources=with_sources)):
+                    said = event(chunk)
+                elif loop.time() >= said_at + SILENCE_S:
+                    # Also while tokens come that show nothing: hidden ones, or the beginning of a stop string.
+                    said = comment(exchange.places.values())
+                if said:
+                    await response.write(said)
+                    said_at = loop.time()
                 if exchange.over:
                     break
-                item = await exchange.next(SILENCE_S)
-                if item is None:
-                    await response.write(comment(exchange.places.values()))
+                item = await exchange.next(max(0.0, said_at + SILENCE_S - loop.time()))
         except WireError as exc:
             await response.write(event(from_wire(exc, prompt_field="prompt").body()))
         else:
@@ -288,6 +300,7 @@ def _cut(request: web.Request) -> None:
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error in OpenAI's form; a bug of ours is told as one, without its details."""
+    headers: dict[str, str] = {}
     try:
         return await handler(request)
     except ApiError as exc:
@@ -297,6 +310,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         limit = f"the body is above the limit of {MAX_FRAME_BYTES} bytes" if exc.status == 413 else exc.reason
         error = ApiError(exc.status, f"{request.method} {request.path}: {limit}")
+        headers |= {name: value for name, value in exc.headers.items() if name == "Allow"}
     except ConnectionResetError:
         # The client is gone; aiohttp knows what to do.
         raise
@@ -306,7 +320,6 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             # An error response would end up inside the stream. A cut tells the client that something is missing.
             _cut(request)
         error = ApiError(500, "internal error of the relay; its log has the details", code="internal_error")
-    headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
