@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import configargparse
 
+from wire.printable import one_line
+
 T = TypeVar("T")
 
 SECRET_VARIABLE = "FOREDRAFT_SECRET"
@@ -206,9 +208,17 @@ def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
     return context
 
 
+class OneLine(logging.Formatter):
+    """A record is one line, whatever is in its values; only a traceback has more."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """See `logging.Formatter`."""
+        return one_line(super().formatMessage(record))
+
+
 def setup_logging(level: str) -> None:
     """Log to standard error. The websockets library logs headers at its debug level, so it stays above that."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("websockets").setLevel(logging.WARNING)

@@ -135,6 +135,18 @@ def test_debug_logging_does_not_turn_on_the_librarys_headers(capsys: pytest.Capt
     assert "DEBUG   wire.aio.link: > frame" in told
 
 
+def test_a_log_line_is_one_line_whatever_a_peer_calls_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    logging.getLogger("relay").info("< %s left", "bob\n2026-01-01 00:00:00,000 ERROR   relay: forged\x1b[2J\x85\u2028")
+    try:
+        raise ValueError("in the works")
+    except ValueError:
+        logging.getLogger("relay").exception("failed")
+    line, *traceback = capsys.readouterr().err.splitlines()
+    assert line.endswith("relay: < bob\u240a2026-01-01 00:00:00,000 ERROR   relay: forged\u241b[2J\ufffd\ufffd left")
+    assert traceback[1].startswith("Traceback")
+
+
 def test_whole_numbers_have_bounds() -> None:
     convert = whole(1, 3)
     assert [convert("1"), convert("3")] == [1, 3]
