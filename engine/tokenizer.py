@@ -239,11 +239,15 @@ class _WindowStream:
             start -= 1
             visible += prompt_ids[start] not in special_ids
         self._tokenizer = tokenizer
+        self._special_ids = special_ids
         self._shown = [list(prompt_ids[start:])]  # runs of ids, each ending a character
         self._pending: list[int] = []
         self._shown_text = tokenizer.decode(self._shown[0])
 
     def push(self, token: int) -> str:
+        if token in self._special_ids:
+            # Decoding leaves it out. Kept, a run of them (after an end that is ignored) would be decoded again each time.
+            return ""
         self._pending.append(token)
         text = self._text()
         if len(text) <= len(self._shown_text):

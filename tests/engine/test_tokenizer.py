@@ -106,6 +106,21 @@ def test_c052_special_ids_are_hidden_and_spelled_letters_are_shown(tokenizer: To
     assert "".join(deltas(tokenizer, [], spelled)) == "<|im_end|>"
 
 
+@pytest.mark.parametrize("make", [lambda: Tokenizer(tiny_tokenizer(320)), sentencepiece_tokenizer])
+def test_hidden_ids_are_not_decoded_again_and_again(
+    make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make()
+    prompt, (smile, rest) = tokenizer.encode("the"), (tokenizer.encode("a🙂")[:-1], tokenizer.encode("a🙂")[-1:])
+    lengths: list[int] = []
+    real = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: (lengths.append(len(ids)), real(self, ids))[1])
+    hidden = [2] * 500
+    parts = deltas(tokenizer, prompt, [*hidden, *smile, *hidden, *rest, *hidden])
+    assert "".join(parts) == tokenizer.decode([*prompt, *smile, *rest])[len(tokenizer.decode(prompt)) :]
+    assert max(lengths[:-2]) <= len(prompt) + len(smile) + len(rest)
+
+
 def test_c019_the_template_writes_bos_exactly_once(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert ids.count(BEGIN) == 1
