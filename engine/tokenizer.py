@@ -63,6 +63,8 @@ class TextCodec(Protocol):
 
     def token_bytes(self, token: int) -> bytes: ...
 
+    def special_id(self, text: str) -> int | None: ...
+
 
 def fingerprint_vocab(vocab: Mapping[str, int], special_ids: Mapping[str, object], special: Sequence[int]) -> str:
     """SHA-256, in hex, over the id-to-token map in order of ids, the named special ids, and which ids are special."""
@@ -189,6 +191,10 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return content.replace(_SPACE_MARK, " ").encode("utf-8", "replace")
 
+    def special_id(self, text: str) -> int | None:
+        """The special token that is spelled like this."""
+        return self._special.get(text)
+
     @cached_property
     def _is_byte_level(self) -> bool:
         return "ByteLevel" in str(self._backend.decoder)
@@ -246,7 +252,7 @@ class _WindowStream:
 
     def push(self, token: int) -> str:
         if token in self._special_ids:
-            # Decoding leaves it out. Kept, a run of them (after an end that is ignored) would be decoded again each time.
+            # Decoding leaves it out. Kept, a run of them, after an end that is ignored, is decoded again each time.
             return ""
         self._pending.append(token)
         text = self._text()

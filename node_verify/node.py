@@ -29,6 +29,7 @@ from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, To
 from wire.metrics import Family, counter, gauge, labelled
 
 log = logging.getLogger(__name__)
+MAX_REASON_CHARS = 1000
 AVERAGES = ("acceptance_rate", "mean_acceptance_length", "acceptance_at_")
 """Names in a session's report that do not add up."""
 
@@ -43,6 +44,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+    def special_id(self, text: str) -> int | None: ...
 
     def decode_stream(self, prompt_ids: list[int]) -> DecodeStream: ...
 
@@ -181,6 +184,8 @@ class VerifyNode(NodeShell):
                 context_length=min(self.context_length, self.runner.max_length),
                 vocab_size=self.vocab_size,
                 stop_ids=self.stop_ids,
+                # A special token is hidden from the text, so a stop string that spells one is looked for among the ids.
+                asked_stop_ids=[i for text in message.stop if (i := self.tokenizer.special_id(text)) is not None],
             )
             text = await asyncio.to_thread(self._answer_text, request)
         except RequestRefused as exc:
@@ -211,7 +216,11 @@ class VerifyNode(NodeShell):
         if message.prompt is not None:
             return self.tokenizer.encode(message.prompt)
         turns: tuple[ChatMessage, ...] = message.messages or ()
-        return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
+        try:
+            return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
+        except ValueError as exc:
+            # No template, or one that refuses them: what it says may quote the messages.
+            raise RequestRefused("bad_request", str(exc)[:MAX_REASON_CHARS]) from exc
 
     def _answer_text(self, request: Request) -> AnswerText:
         return answer_text(request, self.tokenizer.decode_stream(list(request.prompt_ids)))

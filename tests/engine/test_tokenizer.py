@@ -121,6 +121,10 @@ def test_hidden_ids_are_not_decoded_again_and_again(
     assert max(lengths[:-2]) <= len(prompt) + len(smile) + len(rest)
 
 
+def test_a_special_token_is_known_by_its_spelling(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.special_id(text) for text in ("<|im_end|>", "<|im_end|> ", "a")] == [IM_END, None, None]
+
+
 def test_c019_the_template_writes_bos_exactly_once(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert ids.count(BEGIN) == 1

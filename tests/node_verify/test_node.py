@@ -20,7 +20,7 @@ from speculation.passes import Sampling, VerifyPass, VerifyResult
 from speculation.selection import BestFirst
 from wire.aio.trace import TraceWriter
 from wire.codec import encode
-from wire.messages import Done, Error, Message, OpenSession, TextDelta
+from wire.messages import ChatMessage, Done, Error, Message, OpenSession, TextDelta
 
 VOCAB = 64
 
@@ -32,7 +32,10 @@ class Letters:
         return [ord(letter) % VOCAB for letter in text]
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [1]
+        raise ValueError("the chat template refuses these messages: " + messages[0]["content"])
+
+    def special_id(self, text: str) -> int | None:
+        return int(text.strip("<>")) if text.startswith("<") else None
 
     def decode_stream(self, prompt_ids: list[int]) -> DecodeStream:
         return self
@@ -188,3 +191,37 @@ async def test_c079_what_is_lost_for_all_sessions_ends_the_node(
     request(node, "bad", 13)
     with pytest.raises((EngineDead, RuntimeError), match=told):
         await asyncio.wait_for(task, 20)
+
+
+async def test_a_stop_string_that_spells_a_special_token_stops_at_its_id(start: Start) -> None:
+    node, link, _ = start("", ValueError())
+
+    async def tokens(session: str, *stop: str, ignore_eos: bool = False) -> tuple[list[int], str]:
+        asked = OpenSession(
+            session=session, prompt_ids=(1, 2, 3), max_tokens=20, stop=stop, ignore_eos=ignore_eos
+        )  # fmt: skip
+        node.on_frame(encode(asked), node.now())
+        done = await ended(link, session)
+        assert isinstance(done, Done)
+        return [
+            token for delta in link.sent[session] if isinstance(delta, TextDelta) for token in delta.tokens
+        ], done.finish_reason
+
+    whole, reason = await tokens("whole", "no such text")
+    assert (len(whole), reason) == (20, "length")
+    cut = whole.index(whole[7]) + 1
+    assert await tokens("cut", "no such text", f"<{whole[7]}>") == (whole[:cut], "stop")
+    assert await tokens("asked for", f"<{whole[7]}>", ignore_eos=True) == (whole[:cut], "stop")
+
+
+async def test_messages_that_the_template_refuses_are_their_senders_fault(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, link, _ = start("", ValueError())
+    chat = OpenSession(session="s", messages=(ChatMessage(role="user", content="private " * 2000),))
+    node.on_frame(encode(chat), node.now())
+    told = await ended(link, "s")
+    assert isinstance(told, Error)
+    assert told.code == "bad_request"
+    assert told.message.startswith("the chat template refuses these messages: private")
+    assert "private" not in caplog.text
