@@ -158,6 +158,7 @@ class Gateway:
                 form = form_of(
                     answer_id=uuid.uuid4().hex,
                     model=asked.model or exchange.model,
+                    fingerprint=exchange.fingerprint,
                     created=int(time.time()),
                     include_usage=asked.include_usage,
                     num_per_prompt=asked.num_answers,

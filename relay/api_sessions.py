@@ -42,6 +42,7 @@ class Pairing:
 
     verify: str = ""
     model: str = ""
+    fingerprint: str = ""
     draft: str = ""
     epoch: int = 0
 
@@ -81,6 +82,7 @@ class LocalClient:
         return Pairing(
             verify=verify.hello.name if verify else "",
             model=verify.model.name if verify else "",
+            fingerprint=verify.model.fingerprint if verify else "",
             draft=draft.hello.name if draft else "",
             epoch=session.epoch,
         )
@@ -146,7 +148,7 @@ class Exchange:
         self.places: dict[int, int] = {}
         """Of the sessions that wait for the target: their places in line, 1 being the next to go."""
         self.opened_at = 0.0
-        self.model = ""
+        self.model = self.fingerprint = ""
         self.on_overflow: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Exchange:
@@ -165,7 +167,8 @@ class Exchange:
             for index, request in enumerate(self._requests):
                 self._running[request.session] = index
                 self._client.open(self.peer, request, self)
-                self.model = self._client.pairing(request.session).model
+                pairing = self._client.pairing(request.session)
+                self.model, self.fingerprint = pairing.model, pairing.fingerprint
         except BaseException:
             self.close()
             raise

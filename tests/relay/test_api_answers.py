@@ -66,6 +66,18 @@ def test_times_are_taken_at_the_first_text_and_the_last_token() -> None:
     assert (empty["time_to_first_token_s"], empty["tokens_per_s"]) == (0.0, None)
 
 
+def test_c078_the_gateway_tells_time_per_token_and_gap_between_chunks_apart() -> None:
+    answer = Collected(OpenSession(session="s", prompt="p"), opened_at=50.0)
+    answer.add(delta(""), 50.05)
+    for number in range(10):
+        answer.add(delta("abcd", 1, 2, 3, 4), 50.3 + number / 10)
+    answer.done = Done(session="s", finish_reason="stop", prompt_tokens=3, completion_tokens=40)
+    figures = answer.figures(ALONE)
+    assert figures["time_to_first_token_s"] == pytest.approx(0.3)
+    assert figures["time_per_output_token_s"] == pytest.approx(0.9 / 39, abs=1e-6)
+    assert figures["chunk_gap_s"] == pytest.approx(0.1)
+
+
 def test_a_prompt_counts_once_however_many_answers_it_got() -> None:
     answers = [collected(delta("a", 1, 2)) for _ in range(4)]
     figures = [answer.figures(ALONE) for answer in answers]

@@ -15,7 +15,7 @@ from relay.panel import BAR_CHARS, PanelState, bar, render, shade
 def finished(**report: float) -> Finished:
     return Finished(
         finish_reason="stop", prompt_tokens=1, completion_tokens=6, report=report, time_to_first_token_s=0.1,
-        tokens_per_s=12.0, time_per_output_token_s=0.1, num_chunks=3,
+        tokens_per_s=12.0, time_per_output_token_s=0.1, chunk_gap_s=0.2, num_chunks=3,
     )  # fmt: skip
 
 
