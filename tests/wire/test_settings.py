@@ -125,6 +125,15 @@ def test_tls_is_verified_always() -> None:
     assert context.check_hostname
 
 
+@pytest.mark.parametrize(("text", "reason"), [(None, "No such file"), ("no certificate", "CERTIFICATE")])
+def test_a_bad_file_of_an_authority_is_named(tmp_path: Path, text: str | None, reason: str) -> None:
+    path = tmp_path / "ca.pem"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(OSError, match=rf"--ca-file {path}: .*{reason}"):
+        ssl_context("wss://relay", path)
+
+
 @pytest.mark.usefixtures("logging_as_before")
 def test_debug_logging_does_not_turn_on_the_librarys_headers(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("debug")
@@ -135,6 +144,7 @@ def test_debug_logging_does_not_turn_on_the_librarys_headers(capsys: pytest.Capt
     assert "DEBUG   wire.aio.link: > frame" in told
 
 
+@pytest.mark.usefixtures("logging_as_before")
 def test_a_log_line_is_one_line_whatever_a_peer_calls_itself(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("info")
     logging.getLogger("relay").info("< %s left", "bob\n2026-01-01 00:00:00,000 ERROR   relay: forged\x1b[2J\x85\u2028")
