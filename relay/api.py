@@ -18,6 +18,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 FIRST_EVENT_S = 2.0
 """How long the head of a stream waits for its first event: a request that is refused at once gets a proper status."""
 SHUTDOWN_S = 2.0
+MAX_WHOLE_LOGPROBS = 1 << 17
+"""Most log-probabilities of a response that is not streamed: so many take 80 MB while it is made."""
 CREDENTIAL = web.RequestKey("credential", Credential)
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -163,13 +166,22 @@ class Gateway:
                     include_usage=asked.include_usage,
                     num_per_prompt=asked.num_answers,
                 )
-                answers = [Collected(session, exchange.opened_at) for session in sessions]
+                answers = [Collected(session, exchange.opened_at, kept=not asked.stream) for session in sessions]
                 if asked.stream:
                     return await self._stream(request, exchange, form, answers, with_sources=asked.return_sources)
+                num = 0
                 while not exchange.over:
                     if (item := await exchange.next()) is not None:
                         _take(answers[item[0]], item[1])
-                return _json(form.response(answers, _figures(exchange, answers)))
+                    num = sum(len(answer.logprobs) for answer in answers) * (1 + (asked.num_logprobs or 0))
+                    if num > MAX_WHOLE_LOGPROBS:
+                        text = f"logprobs of these answers are above {MAX_WHOLE_LOGPROBS}"
+                        raise ApiError(
+                            400, f"{text}: stream them, or ask for less", param="logprobs", code="response_too_large"
+                        )
+                respond = partial(form.response, answers, _figures(exchange, answers))
+                # Log-probabilities can be half a second's work, which frames need not wait for.
+                return _json(await asyncio.to_thread(respond) if num else respond())
         except WireError as exc:
             raise from_wire(exc, prompt_field=prompt_field) from exc
 

@@ -34,10 +34,15 @@ ROUND = {
 
 @dataclass(slots=True)
 class Collected:
-    """One answer as far as it has come; times are seconds of one clock."""
+    """One answer as far as it has come; times are seconds of one clock.
+
+    Attributes:
+        kept: whether text and log-probabilities are; of a streamed answer nobody asks for them again.
+    """
 
     request: OpenSession
     opened_at: float
+    kept: bool = True
     text: list[str] = field(default_factory=list)
     num_tokens: int = 0
     sources: Counter[str] = field(default_factory=Counter)
@@ -54,10 +59,11 @@ class Collected:
         """Take a piece; one that holds nothing is none."""
         if not (delta.tokens or delta.text):
             return
-        self.text.append(delta.text)
+        if self.kept:
+            self.text.append(delta.text)
+            self.logprobs += delta.logprobs or ()
         self.num_tokens += len(delta.tokens)
         self.sources.update(delta.sources)
-        self.logprobs += delta.logprobs or ()
         self.num_chunks += 1
         self.last_at = now
         if self.first_at is None:

@@ -23,7 +23,17 @@ from relay.credentials import Credentials
 from relay.server import RelayServer
 from wire.aio.quiet import MAX_BURST
 from wire.errors import ListenFailed
-from wire.messages import MAX_FRAME_BYTES, Cancel, Done, Error, OpenSession, TextDelta, Tokenize, Tokenized
+from wire.messages import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    Done,
+    Error,
+    OpenSession,
+    TextDelta,
+    Tokenize,
+    Tokenized,
+    TokenLogprob,
+)
 
 ADMIN = "an-admin-secret-of-the-tests"
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
@@ -282,6 +292,36 @@ async def test_a_gateway_that_closes_tells_the_answers_under_way(
         *_, last = (await streamed.read()).strip().split(b"\n\n")
         assert orjson.loads(last.removeprefix(b"data: "))["error"]["message"] == "the relay is shutting down"
         assert {(await verify.expect(Cancel)).type for _ in range(2)} == {"cancel"}
+
+
+async def test_a_response_that_would_take_too_much_memory_is_refused_unless_streamed(
+    http: Http, relay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.api.MAX_WHOLE_LOGPROBS", 30)
+    verify = await relay.join("verify")
+    asked = BODY | {"n": 2, "logprobs": True, "top_logprobs": 2}
+    entry = TokenLogprob(logprob=-0.5, top_ids=(1, 2), top_logprobs=(-0.5, -1.0), token_hex="61", top_hex=("61", "62"))
+
+    def say(session: str, num_tokens: int) -> None:
+        for start in range(num_tokens):
+            verify.send(TextDelta(session=session, start=start, tokens=(7,), text="a", logprobs=(entry,)))
+
+    for num_tokens, stream, status in ((5, False, 200), (6, False, 400), (6, True, 200)):
+        task = asyncio.create_task(
+            http.session.post(f"{http.url}/v1/chat/completions", json=asked | {"stream": stream})
+        )
+        sessions = [(await verify.expect(OpenSession)).session for _ in range(2)]
+        for session in sessions:
+            say(session, num_tokens)
+        if status == 400:
+            assert {(await verify.expect(Cancel)).session for _ in range(2)} == set(sessions)
+        for session in sessions:
+            verify.send(done(session, num_tokens, "stop" if status == 200 else "cancelled"))
+        async with await asyncio.wait_for(task, BOUND_S) as response:
+            assert response.status == status
+            body = await response.read()
+        assert status == 200 or orjson.loads(body)["error"]["param"] == "logprobs"
+        assert status == 400 or body.count(b'"logprob":-1.0') == 2 * num_tokens
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])

@@ -114,6 +114,18 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
     assert whole["tokens"] == ["a", "b", "cde"]
 
 
+def test_of_a_streamed_answer_only_the_figures_are_kept() -> None:
+    piece = delta("ab", 1, 2, sources=("draft", "plain"), logprobs=spelled(b"a", b"b"))
+    answers = [Collected(OpenSession(session="s", prompt="p", logprobs=1), 10.0, kept=kept) for kept in (True, False)]
+    for answer in answers:
+        answer.add(piece, 11.0)
+        answer.done = Done(session="s", finish_reason="stop", prompt_tokens=3, completion_tokens=2)
+    whole, streamed = answers
+    assert (len(whole.text), len(whole.logprobs)) == (1, 2)
+    assert (streamed.text, streamed.logprobs) == ([], [])
+    assert whole.figures(ALONE) == streamed.figures(ALONE)
+
+
 def test_a_piece_without_text_is_told_only_if_there_is_something_to_tell() -> None:
     silent = delta("", 1, sources=("draft",))
     answer = collected(silent)
