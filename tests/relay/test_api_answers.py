@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 
 from relay.api_answers import ChatForm, Collected, CompletionForm
 from relay.api_sessions import Pairing
+from relay.api_stream import event
 from wire.messages import Done, OpenSession, TextDelta, TokenLogprob
 from wire.sampling import Sampling
 
@@ -133,3 +135,10 @@ def test_a_piece_without_text_is_told_only_if_there_is_something_to_tell() -> No
     chunk = ChatForm(**HEAD).piece(0, silent, answer, with_sources=True)
     assert chunk is not None
     assert chunk["foredraft"]["sources"] == ("draft",)
+
+
+def test_an_event_is_one_line_for_every_reader() -> None:
+    text = "".join(map(chr, (*range(0x20), *range(0x7F, 0xA0)))) + "a\u2028b\u2029c\u2027 🙂"
+    line, *rest = event({"text": text}).decode().splitlines()
+    assert rest == [""]
+    assert orjson.loads(line.removeprefix("data: ")) == {"text": text}
