@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from relay.api_answers import ChatForm, Collected, CompletionForm, Form
 from relay.api_auth import HttpAccess
 from relay.api_errors import ApiError, from_wire
-from relay.api_log import HTTP_LOG
+from relay.api_log import HTTP_LOG, REFUSED
 from relay.api_models import (
     ChatRequest,
     CompletionRequest,
@@ -119,8 +119,12 @@ class Gateway:
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
             credential = self.access.credential(request.headers.get("Authorization"), "client", "admin")
-            # Before the body is read: who is above a limit sends it for nothing.
-            self.access.admit(credential, request.content_length or 0, asyncio.get_running_loop().time())
+            # Before the body is read: who is above a limit sends it for nothing. And only what is read counts: a header
+            # alone could use up the credential's bytes for years.
+            num_bytes = request.content_length or 0
+            self.access.admit(credential, min(num_bytes, MAX_FRAME_BYTES), asyncio.get_running_loop().time())
+            if num_bytes > MAX_FRAME_BYTES:
+                raise web.HTTPRequestEntityTooLarge(MAX_FRAME_BYTES, num_bytes)
             request[CREDENTIAL] = credential
         return await handler(request)
 
@@ -138,9 +142,9 @@ class Gateway:
         except web.RequestPayloadError as exc:
             text = f"the body cannot be read: {' '.join(str(exc).split())}"
             raise ApiError(400, text, code="invalid_body") from None
-        if request.content_length is None:
-            # Sent in chunks, so its size was not known when it was let in.
-            self.access.charge(request[CREDENTIAL], 0, len(body), asyncio.get_running_loop().time())
+        # In chunks or compressed, its size was not known when it was let in.
+        unknown = max(0, len(body) - (request.content_length or 0))
+        self.access.charge(request[CREDENTIAL], 0, unknown, asyncio.get_running_loop().time())
         return parse(kind, body)
 
     async def _generate(
@@ -333,6 +337,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             # An error response would end up inside the stream. A cut tells the client that something is missing.
             _cut(request)
         error = ApiError(500, "internal error of the relay; its log has the details", code="internal_error")
+    if error.status in (401, 403):
+        REFUSED(str(request.remote), "< a request from %s refused: %s", request.remote, error.message)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):

@@ -16,6 +16,8 @@ from wire.aio.quiet import RateLimited
 log = logging.getLogger(__name__)
 HTTP_LOG = logging.getLogger("relay.api_log.server")
 """For aiohttp to log to."""
+REFUSED = RateLimited(log, logging.WARNING)
+"""Requests without a good secret, by peer."""
 
 
 class _ClientFaults(logging.Filter):

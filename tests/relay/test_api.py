@@ -21,7 +21,7 @@ from relay import api_sessions
 from relay.api import Gateway
 from relay.credentials import Credentials
 from relay.server import RelayServer
-from wire.aio.quiet import MAX_BURST
+from wire.aio.quiet import MAX_BURST, RateLimited
 from wire.errors import ListenFailed
 from wire.messages import (
     MAX_FRAME_BYTES,
@@ -81,7 +81,10 @@ def done(session: str, num_tokens: int, reason: str = "stop") -> Done:
     return Done(session=session, finish_reason=reason, prompt_tokens=3, completion_tokens=num_tokens)
 
 
-async def test_no_request_gets_past_a_wrong_secret(http: Http, relay: Any) -> None:
+async def test_no_request_gets_past_a_wrong_secret(
+    http: Http, relay: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("relay.api.REFUSED", RateLimited(logging.getLogger("relay"), logging.WARNING))
     verify = await relay.join("verify")
     for header in ("", "Bearer", "Bearer wrong", f"Basic {relay.secret}", f"Bearer {relay.secret}x", "Bearer \udcff"):
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
@@ -93,6 +96,10 @@ async def test_no_request_gets_past_a_wrong_secret(http: Http, relay: Any) -> No
     async with http.session.get(f"{http.url}/v1/models?key={relay.secret}", headers={"Authorization": ""}) as response:
         assert response.status == 401
     assert verify.inbox.empty()
+    # Whoever looks into the log sees that somebody tries, however often that is, and not what.
+    assert caplog.text.count("a request from 127.0.0.1 refused: Authorization: Bearer SECRET with") <= MAX_BURST
+    assert "refused" in caplog.text
+    assert f"{relay.secret}x" not in caplog.text
     async with http.session.get(http.url + "/v1/models", headers={"Authorization": f"Bearer {ADMIN}"}) as response:
         assert response.status == 200
 
