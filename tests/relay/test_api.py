@@ -273,6 +273,7 @@ async def test_tokens_that_show_nothing_are_filled_with_comments_too(
     async def hide(session: str) -> None:
         for start in itertools.count():
             verify.send(TextDelta(session=session, start=start, tokens=(7,), text=""))
+            await verify.link.flush()
             await asyncio.sleep(0)
 
     async with http.session.post(f"{http.url}/v1/chat/completions", json=BODY | {"stream": True}) as response:
