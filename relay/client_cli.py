@@ -27,7 +27,7 @@ from wire.printable import for_terminal
 from wire.settings import setup_logging, ssl_context
 
 EXIT_USAGE = 2
-EXIT_PIPE = 128 + signal.SIGPIPE
+EXIT_PIPE = 141
 CANCEL_S = 2.0
 """How long a cancelled request may take to end with its figures."""
 USAGE = "usage: foredraft {chat,stream} [--help] ...\n"

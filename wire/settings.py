@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import configargparse
 
-from wire.printable import one_line
-
 T = TypeVar("T")
 
 SECRET_VARIABLE = "FOREDRAFT_SECRET"
@@ -29,6 +27,8 @@ KEPT_PRODUCTS_VARIABLES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACIT
 that PyTorch and oneDNN keep by default came to 330 MB at a draft node; 256, enough for 32 rows, come to 140. Both look
 here when the first product is made."""
 MIN_SECRET_CHARS = 8
+CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+"""What a terminal or a reader of logs may take for more than a sign of a text, spelled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,16 +218,16 @@ def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
 
 
 class OneLine(logging.Formatter):
-    """A record is one line, whatever is in its values; only a traceback has more."""
+    """Keeps a message on its line, whatever is in names and reasons of peers; a traceback has lines of its own."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """See `logging.Formatter`."""
-        return one_line(super().formatMessage(record))
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
+        record.message = record.message.translate(CONTROLS)
+        return super().formatMessage(record)
 
 
 def setup_logging(level: str) -> None:
     """Log to standard error. The websockets library logs headers at its debug level, so it stays above that."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[shown], force=True)
     logging.getLogger("websockets").setLevel(logging.WARNING)

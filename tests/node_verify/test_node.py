@@ -173,26 +173,6 @@ async def test_a_cancelled_session_whose_slot_could_not_be_opened_leaves_no_trac
     assert isinstance(await ended(link, "after"), Done)
 
 
-@pytest.mark.parametrize("failing", ["prefill", "verify"])
-@pytest.mark.parametrize(
-    ("exc", "told"),
-    [
-        (EngineDead("the device is lost"), "device is lost"),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal memory access"),
-        (SystemExit(3), "thread has died.*SystemExit"),
-    ],
-    ids=["dead", "device", "thread"],
-)
-async def test_c079_what_is_lost_for_all_sessions_ends_the_node(
-    start: Start, failing: str, exc: BaseException, told: str
-) -> None:
-    """Green while nothing can be computed any more would be worse than gone."""
-    node, _, task = start(failing, exc)
-    request(node, "bad", 13)
-    with pytest.raises((EngineDead, RuntimeError), match=told):
-        await asyncio.wait_for(task, 20)
-
-
 async def test_a_stop_string_that_spells_a_special_token_stops_at_its_id(start: Start) -> None:
     node, link, _ = start("", ValueError())
 
@@ -225,3 +205,23 @@ async def test_messages_that_the_template_refuses_are_their_senders_fault(
     assert told.code == "bad_request"
     assert told.message.startswith("the chat template refuses these messages: private")
     assert "private" not in caplog.text
+
+
+@pytest.mark.parametrize("failing", ["prefill", "verify"])
+@pytest.mark.parametrize(
+    ("exc", "told"),
+    [
+        (EngineDead("the device is lost"), "device is lost"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal memory access"),
+        (SystemExit(3), "thread has died.*SystemExit"),
+    ],
+    ids=["dead", "device", "thread"],
+)
+async def test_c079_what_is_lost_for_all_sessions_ends_the_node(
+    start: Start, failing: str, exc: BaseException, told: str
+) -> None:
+    """Green while nothing can be computed any more would be worse than gone."""
+    node, _, task = start(failing, exc)
+    request(node, "bad", 13)
+    with pytest.raises((EngineDead, RuntimeError), match=told):
+        await asyncio.wait_for(task, 20)

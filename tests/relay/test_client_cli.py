@@ -195,11 +195,9 @@ async def test_in_a_terminal_control_characters_are_shown_and_not_obeyed(relay: 
     verify.send(TextDelta(session=session, start=0, tokens=(1,), text=text))
     verify.send(Error(session=session, code="target_failed", message="no\x1b[2J more"))
     code, _, err = await finish(process)
-    assert (code, err) == (1, "foredraft-client: no\u241b[2J more (target_failed)\n")
+    assert (code, err) == (1, "foredraft-client: no\\x1b[2J more (target_failed)\n")
     os.close(theirs)
-    assert os.read(ours, 1000).decode() == "a\tb\r\n\u241b]0;title\u2407\ufffd2J\r\n", (
-        "and a line that was begun is ended"
-    )
+    assert os.read(ours, 1000).decode() == "a\tb\r\n\\x1b]0;title\\x07\\x9b2J\r\n", "and a line that was begun is ended"
     os.close(ours)
 
 

@@ -144,22 +144,23 @@ def test_debug_logging_does_not_turn_on_the_librarys_headers(capsys: pytest.Capt
     assert "DEBUG   wire.aio.link: > frame" in told
 
 
-@pytest.mark.usefixtures("logging_as_before")
-def test_a_log_line_is_one_line_whatever_a_peer_calls_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging("info")
-    logging.getLogger("relay").info("< %s left", "bob\n2026-01-01 00:00:00,000 ERROR   relay: forged\x1b[2J\x85\u2028")
-    try:
-        raise ValueError("in the works")
-    except ValueError:
-        logging.getLogger("relay").exception("failed")
-    line, *traceback = capsys.readouterr().err.splitlines()
-    assert line.endswith("relay: < bob\u240a2026-01-01 00:00:00,000 ERROR   relay: forged\u241b[2J\ufffd\ufffd left")
-    assert traceback[1].startswith("Traceback")
-
-
 def test_whole_numbers_have_bounds() -> None:
     convert = whole(1, 3)
     assert [convert("1"), convert("3")] == [1, 3]
     for text in ("0", "4", "2.5", ""):
         with pytest.raises(argparse.ArgumentTypeError, match=r"in 1\.\.3"):
             convert(text)
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_a_name_cannot_make_up_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    log = logging.getLogger("relay.server")
+    log.info("< %s left: %s", "peer\n2026-01-01 INFO relay: all is well", "caf\u00e9 \x1b[2J\u2028\x85")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(r"< peer\n2026-01-01 INFO relay: all is well left: café \x1b[2J\u2028\x85")
+    try:
+        raise ValueError("a bug")
+    except ValueError:
+        log.exception("failed")
+    assert len(capsys.readouterr().err.splitlines()) > 2, "a traceback has lines of its own"
