@@ -29,7 +29,6 @@ from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, To
 from wire.metrics import Family, counter, gauge, labelled
 
 log = logging.getLogger(__name__)
-MAX_REASON_CHARS = 1000
 AVERAGES = ("acceptance_rate", "mean_acceptance_length", "acceptance_at_")
 """Names in a session's report that do not add up."""
 
@@ -219,8 +218,8 @@ class VerifyNode(NodeShell):
         try:
             return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
         except ValueError as exc:
-            # No template, or one that refuses them: what it says may quote the messages.
-            raise RequestRefused("bad_request", str(exc)[:MAX_REASON_CHARS]) from exc
+            # No template, or one that refuses them and may quote them at length.
+            raise RequestRefused("bad_request", str(exc)[:1000]) from exc
 
     def _answer_text(self, request: Request) -> AnswerText:
         return answer_text(request, self.tokenizer.decode_stream(list(request.prompt_ids)))
