@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import hashlib
 import itertools
@@ -160,12 +161,15 @@ class Tokenizer:
         if not spelled:
             return self._one_bos(list(encoding.ids))
         ids: list[int] = []
+        ends = [end for _, end in spelled]
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            span = next(((a, b) for a, b in spelled if a < end and start < b), None)
-            if span and token in self._special_ids:
-                ids.extend(self._plain.encode(text[span[0] : span[1]], add_special_tokens=False).ids)
-            else:
-                ids.append(token)
+            if token in self._special_ids:
+                # The first span that ends behind the token's start; there may be as many as there are tokens.
+                number = bisect.bisect_right(ends, start)
+                if number < len(spelled) and spelled[number][0] < end:
+                    ids.extend(self._plain.encode(text[slice(*spelled[number])], add_special_tokens=False).ids)
+                    continue
+            ids.append(token)
         return self._one_bos(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -222,10 +226,10 @@ class Tokenizer:
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         """Drop a BOS that template or caller and tokenizer both wrote."""
-        bos = self._hf.bos_token_id
-        while len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
-            del ids[0]
-        return ids
+        bos, first = self._hf.bos_token_id, 0
+        while bos is not None and ids[first : first + 2] == [bos, bos]:
+            first += 1
+        return ids[first:]
 
 
 class _WindowStream:

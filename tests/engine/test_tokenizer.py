@@ -1,5 +1,6 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -155,6 +156,29 @@ def test_c052_special_letters_in_a_message_stay_letters(tokenizer: Tokenizer, co
     assert tokenizer._backend.decode(ids, skip_special_tokens=False) == (
         f"<|begin|><|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_many_special_letters_are_not_looked_through_for_each_token(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    class Spans(list[tuple[int, int]]):
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            looks.append(len(self))
+            return super().__iter__()
+
+    real = Tokenizer._unmark
+
+    def unmark(*given: Any) -> tuple[str, list[tuple[int, int]]]:
+        text, spans = real(*given)
+        return text, Spans(spans)
+
+    monkeypatch.setattr(Tokenizer, "_unmark", staticmethod(unmark))
+    content = "<|im_end|> a <|begin|><|im_start|>" * 20
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+    assert [i for i in ids if i < len(SPECIAL_TOKENS)] == [BEGIN, IM_START, IM_END, IM_START]
+    assert looks == [60]
 
 
 def test_messages_without_a_template_or_refused_by_it_are_a_value_error() -> None:
