@@ -3,7 +3,8 @@
 Exit codes: 0 the answer is complete, 1 it failed (one line on standard error says why), 2 usage, 130 interrupted, 141
 nobody reads the output any more.
 Ctrl-C cancels the request, on the nodes too; what had come stays on the screen. A second one does not wait for the
-relay's word. In a conversation it ends the answer; at the prompt, the conversation.
+relay's word. In a conversation it ends the answer; at the prompt, the conversation, which goes on after an answer that
+failed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Protocol
 
 from relay.client import Delta, Event, Finished, StreamClient
 from relay.client_config import ClientConfig
-from wire.aio.process import EXIT_INTERRUPTED, EXIT_OK, run_main
+from wire.aio.process import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, run_main
 from wire.printable import for_terminal
 from wire.settings import setup_logging, ssl_context
 
@@ -212,9 +213,13 @@ def converse(config: ClientConfig) -> int:
             continue
         turns.append(("user", question))
         code, said = one_answer(config, turns, "")
-        if code not in (EXIT_OK, EXIT_INTERRUPTED):
+        if code == EXIT_PIPE:
             return code
-        turns.append(("assistant", said))
+        if code == EXIT_FAILURE:
+            # It may go well when asked again, and what was said before is not to be lost with it.
+            turns.pop()
+        else:
+            turns.append(("assistant", said))
 
 
 def not_text(exc: UnicodeError) -> str:

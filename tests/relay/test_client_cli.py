@@ -214,6 +214,24 @@ async def test_a_question_that_is_no_text_is_told_and_the_conversation_goes_on(r
     assert "the text is not valid UTF-8, see character 4" in err
 
 
+async def test_an_answer_that_fails_does_not_end_the_conversation(relay: Any) -> None:
+    verify = await relay.join("verify")
+    async with terminal(relay, "chat") as (process, keyboard):
+        os.write(keyboard, b"first?\n")
+        answer(verify, (await verify.expect(OpenSession)).session, "one")
+        os.write(keyboard, b"second?\n")
+        session = (await verify.expect(OpenSession)).session
+        verify.send(Error(session=session, code="overloaded", message="all places are taken"))
+        os.write(keyboard, b"again?\n")
+        request = await verify.expect(OpenSession)
+        assert [turn.content for turn in request.messages] == ["first?", "one", "again?"]
+        answer(verify, request.session, "two")
+        os.write(keyboard, b"\x04")
+        code, _, err = await finish(process)
+    assert code == 0
+    assert "foredraft-client: all places are taken (overloaded)" in err
+
+
 async def test_the_panel_shows_sources_acceptance_and_the_round(relay: Any) -> None:
     verify = await relay.join("verify")
     process = await start(relay, "chat", "--panel", "why?")
