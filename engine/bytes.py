@@ -40,6 +40,10 @@ class ByteTokenizer:
         """The byte itself, nothing for the end."""
         return bytes([token]) if token < EOS else b""
 
+    def special_id(self, text: str) -> int | None:
+        """The end has no spelling."""
+        return None
+
     def decode_stream(self, prompt_ids: Sequence[int]) -> ByteStream:
         """Incremental decoding of what follows the prompt."""
         stream = ByteStream()

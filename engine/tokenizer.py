@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import hashlib
 import itertools
@@ -62,6 +63,8 @@ class TextCodec(Protocol):
     def decode_stream(self, prompt_ids: Sequence[int]) -> DecodeStream: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+    def special_id(self, text: str) -> int | None: ...
 
 
 def fingerprint_vocab(vocab: Mapping[str, int], special_ids: Mapping[str, object], special: Sequence[int]) -> str:
@@ -158,12 +161,15 @@ class Tokenizer:
         if not spelled:
             return self._one_bos(list(encoding.ids))
         ids: list[int] = []
+        ends = [end for _, end in spelled]
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            span = next(((a, b) for a, b in spelled if a < end and start < b), None)
-            if span and token in self._special_ids:
-                ids.extend(self._plain.encode(text[span[0] : span[1]], add_special_tokens=False).ids)
-            else:
-                ids.append(token)
+            if token in self._special_ids:
+                # The first span that ends behind the token's start; there may be as many as there are tokens.
+                number = bisect.bisect_right(ends, start)
+                if number < len(spelled) and spelled[number][0] < end:
+                    ids.extend(self._plain.encode(text[slice(*spelled[number])], add_special_tokens=False).ids)
+                    continue
+            ids.append(token)
         return self._one_bos(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -188,6 +194,10 @@ class Tokenizer:
         if match := _BYTE_TOKEN.fullmatch(content):
             return bytes([int(match[1], 16)])
         return content.replace(_SPACE_MARK, " ").encode("utf-8", "replace")
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is spelled like this."""
+        return self._special.get(text)
 
     @cached_property
     def _is_byte_level(self) -> bool:
@@ -216,10 +226,10 @@ class Tokenizer:
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         """Drop a BOS that template or caller and tokenizer both wrote."""
-        bos = self._hf.bos_token_id
-        while len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
-            del ids[0]
-        return ids
+        bos, first = self._hf.bos_token_id, 0
+        while bos is not None and ids[first : first + 2] == [bos, bos]:
+            first += 1
+        return ids[first:]
 
 
 def _encode(backend: Any, text: str, *, add_special_tokens: bool) -> Any:
@@ -244,11 +254,15 @@ class _WindowStream:
             start -= 1
             visible += prompt_ids[start] not in special_ids
         self._tokenizer = tokenizer
+        self._special_ids = special_ids
         self._shown = [list(prompt_ids[start:])]  # runs of ids, each ending a character
         self._pending: list[int] = []
         self._shown_text = tokenizer.decode(self._shown[0])
 
     def push(self, token: int) -> str:
+        if token in self._special_ids:
+            # Decoding leaves it out. Kept, a run of them, after an end that is ignored, is decoded again each time.
+            return ""
         self._pending.append(token)
         text = self._text()
         if len(text) <= len(self._shown_text):

@@ -58,6 +58,8 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token: int) -> bytes: ...
 
+    def special_id(self, text: str) -> int | None: ...
+
     def decode_stream(self, prompt_ids: list[int]) -> DecodeStream: ...
 
 
@@ -207,6 +209,8 @@ class VerifyNode(NodeShell):
                 context_length=min(self.context_length, self.runner.max_length),
                 vocab_size=self.vocab_size,
                 stop_ids=self.stop_ids,
+                # A special token is hidden from the text, so a stop string that spells one is looked for among the ids.
+                asked_stop_ids=[i for text in message.stop if (i := self.tokenizer.special_id(text)) is not None],
             )
             text = await asyncio.to_thread(self._answer_text, request)
         except RequestRefused as exc:
@@ -240,7 +244,11 @@ class VerifyNode(NodeShell):
         if message.prompt is not None:
             return self.tokenizer.encode(message.prompt)
         turns: tuple[ChatMessage, ...] = message.messages or ()
-        return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
+        try:
+            return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
+        except ValueError as exc:
+            # No template, or one that refuses them and may quote them at length.
+            raise RequestRefused("bad_request", str(exc)[:1000]) from exc
 
     def _answer_text(self, request: Request) -> AnswerText:
         return answer_text(request, self.tokenizer.decode_stream(list(request.prompt_ids)))

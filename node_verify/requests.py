@@ -23,7 +23,7 @@ class Request:
 
     Attributes:
         limit: most tokens of prompt + answer; the answer ends with reason `length` when it is reached.
-        stop_ids: end the answer; empty if the client wants to go on after them.
+        stop_ids: end the answer: the model's, unless the client wants to go on after them, and those it asked for.
         stop: strings that end the answer.
         committed: tokens of the answer that another verify node has committed already.
     """
@@ -61,6 +61,7 @@ def make_request(
     context_length: int,
     vocab_size: int,
     stop_ids: Sequence[int],
+    asked_stop_ids: Sequence[int] = (),
 ) -> Request:
     """Check a request against the model that would serve it.
 
@@ -72,6 +73,7 @@ def make_request(
         context_length: most tokens of prompt + answer: the model's, or a cache slot's where that is less.
         vocab_size: number of real token ids.
         stop_ids: the model's end tokens.
+        asked_stop_ids: further ones that the request names.
 
     Raises:
         RequestRefused: `empty_prompt` (there is no row to take the first token from), `prompt_too_long` (no room for
@@ -99,7 +101,7 @@ def make_request(
         prompt_ids=tuple(prompt_ids),
         limit=len(prompt_ids) + budget,
         sampling=message.sampling,
-        stop_ids=() if message.ignore_eos else tuple(stop_ids),
+        stop_ids=(*(() if message.ignore_eos else stop_ids), *asked_stop_ids),
         stop=message.stop,
         num_logprobs=message.logprobs,
         speculate=message.speculate,

@@ -351,7 +351,7 @@ class VerifyScheduler:
         )
         actions.append(Send(delta))
         if finished:
-            actions += self._end(session, "stop" if stopped else "length", now)
+            actions += self._end(session, "stop" if stopped or text.stopped else "length", now)
         return actions
 
     def _end(self, session: Session, reason: str, now: float, *, announce: bool = True) -> list[Action]:

@@ -18,6 +18,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -27,6 +28,7 @@ from pydantic import BaseModel
 from relay.api_answers import ChatForm, Collected, CompletionForm, Form
 from relay.api_auth import HttpAccess
 from relay.api_errors import ApiError, from_wire
+from relay.api_log import HTTP_LOG, REFUSED
 from relay.api_models import (
     ChatRequest,
     CompletionRequest,
@@ -51,6 +53,8 @@ log = logging.getLogger(__name__)
 FIRST_EVENT_S = 2.0
 """How long the head of a stream waits for its first event: a request that is refused at once gets a proper status."""
 SHUTDOWN_S = 2.0
+MAX_WHOLE_LOGPROBS = 1 << 17
+"""Most log-probabilities of a response that is not streamed: so many take 80 MB while it is made."""
 CREDENTIAL = web.RequestKey("credential", Credential)
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -92,8 +96,9 @@ class Gateway:
         """
         # An abandoned request must not go on: its handler is cancelled when its client is gone.
         self._runner = web.AppRunner(
-            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, handle_signals=False
-        )
+            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, handle_signals=False,
+            logger=HTTP_LOG,
+        )  # fmt: skip
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, ssl_context=self.server.access.ssl_context)
         try:
@@ -105,7 +110,8 @@ class Gateway:
         log.info("serving HTTP on %s:%d", host, self.port)
 
     async def close(self) -> None:
-        """Let responses finish for SHUTDOWN_S, then stop."""
+        """Have answers under way told that it is over, for which there are SHUTDOWN_S, then stop."""
+        self.client.end("the relay is shutting down")
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -113,8 +119,12 @@ class Gateway:
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
             credential = self.access.credential(request.headers.get("Authorization"), "client", "admin")
-            # Before the body is read: who is above a limit sends it for nothing.
-            self.access.admit(credential, request.content_length or 0, asyncio.get_running_loop().time())
+            # Before the body is read: who is above a limit sends it for nothing. And only what is read counts: a header
+            # alone could use up the credential's bytes for years.
+            num_bytes = request.content_length or 0
+            self.access.admit(credential, min(num_bytes, MAX_FRAME_BYTES), asyncio.get_running_loop().time())
+            if num_bytes > MAX_FRAME_BYTES:
+                raise web.HTTPRequestEntityTooLarge(MAX_FRAME_BYTES, num_bytes)
             request[CREDENTIAL] = credential
         return await handler(request)
 
@@ -127,10 +137,14 @@ class Gateway:
         return await self._generate(request, asked, asked.requests, CompletionForm, "prompt")
 
     async def _read(self, request: web.Request, kind: type[M]) -> M:
-        body = await request.read()
-        if request.content_length is None:
-            # Sent in chunks, so its size was not known when it was let in.
-            self.access.charge(request[CREDENTIAL], 0, len(body), asyncio.get_running_loop().time())
+        try:
+            body = await request.read()
+        except web.RequestPayloadError as exc:
+            text = f"the body cannot be read: {' '.join(str(exc).split())}"
+            raise ApiError(400, text, code="invalid_body") from None
+        # In chunks or compressed, its size was not known when it was let in.
+        unknown = max(0, len(body) - (request.content_length or 0))
+        self.access.charge(request[CREDENTIAL], 0, unknown, asyncio.get_running_loop().time())
         return parse(kind, body)
 
     async def _generate(
@@ -151,17 +165,27 @@ class Gateway:
                 form = form_of(
                     answer_id=uuid.uuid4().hex,
                     model=asked.model or exchange.model,
+                    fingerprint=exchange.fingerprint,
                     created=int(time.time()),
                     include_usage=asked.include_usage,
                     num_per_prompt=asked.num_answers,
                 )
-                answers = [Collected(session, exchange.opened_at) for session in sessions]
+                answers = [Collected(session, exchange.opened_at, kept=not asked.stream) for session in sessions]
                 if asked.stream:
                     return await self._stream(request, exchange, form, answers, with_sources=asked.return_sources)
+                num = 0
                 while not exchange.over:
                     if (item := await exchange.next()) is not None:
                         _take(answers[item[0]], item[1])
-                return _json(form.response(answers, _figures(exchange, answers)))
+                    num = sum(len(answer.logprobs) for answer in answers) * (1 + (asked.num_logprobs or 0))
+                    if num > MAX_WHOLE_LOGPROBS:
+                        text = f"logprobs of these answers are above {MAX_WHOLE_LOGPROBS}"
+                        raise ApiError(
+                            400, f"{text}: stream them, or ask for less", param="logprobs", code="response_too_large"
+                        )
+                respond = partial(form.response, answers, _figures(exchange, answers))
+                # Log-probabilities can be half a second's work, which frames need not wait for.
+                return _json(await asyncio.to_thread(respond) if num else respond())
         except WireError as exc:
             raise from_wire(exc, prompt_field=prompt_field) from exc
 
@@ -175,17 +199,22 @@ class Gateway:
         for index in range(len(answers)):
             if (opening := form.opening(index)) is not None:
                 await response.write(event(opening))
+        loop = asyncio.get_running_loop()
+        said_at = loop.time()
         try:
             while True:
-                if item is not None:
-                    chunk = _chunk(form, answers, item, exchange, with_sources=with_sources)
-                    if chunk is not None:
-                        await response.write(event(chunk))
+                said = b""
+                if item is not None and (chunk := _chunk(form, answers, item, exchange, with_sources=with_sources)):
+                    said = event(chunk)
+                elif loop.time() >= said_at + SILENCE_S:
+                    # Also while tokens come that show nothing: hidden ones, or the beginning of a stop string.
+                    said = comment(exchange.places.values())
+                if said:
+                    await response.write(said)
+                    said_at = loop.time()
                 if exchange.over:
                     break
-                item = await exchange.next(SILENCE_S)
-                if item is None:
-                    await response.write(comment(exchange.places.values()))
+                item = await exchange.next(max(0.0, said_at + SILENCE_S - loop.time()))
         except WireError as exc:
             await response.write(event(from_wire(exc, prompt_field="prompt").body()))
         else:
@@ -288,6 +317,7 @@ def _cut(request: web.Request) -> None:
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error in OpenAI's form; a bug of ours is told as one, without its details."""
+    headers: dict[str, str] = {}
     try:
         return await handler(request)
     except ApiError as exc:
@@ -297,6 +327,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         limit = f"the body is above the limit of {MAX_FRAME_BYTES} bytes" if exc.status == 413 else exc.reason
         error = ApiError(exc.status, f"{request.method} {request.path}: {limit}")
+        headers |= {name: value for name, value in exc.headers.items() if name == "Allow"}
     except ConnectionResetError:
         # The client is gone; aiohttp knows what to do.
         raise
@@ -306,7 +337,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             # An error response would end up inside the stream. A cut tells the client that something is missing.
             _cut(request)
         error = ApiError(500, "internal error of the relay; its log has the details", code="internal_error")
-    headers = {}
+    if error.status in (401, 403):
+        REFUSED(str(request.remote), "< a request from %s refused: %s", request.remote, error.message)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):

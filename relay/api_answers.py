@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relay.api_sessions import Pairing
+from relay.stream import gaps
 from wire.messages import SOURCES, Done, OpenSession, TextDelta, TokenLogprob
 
 MAX_PLACES = 16
@@ -33,27 +34,40 @@ ROUND = {
 
 @dataclass(slots=True)
 class Collected:
-    """One answer as far as it has come; times are seconds of one clock."""
+    """One answer as far as it has come; times are seconds of one clock.
+
+    Attributes:
+        kept: whether text and log-probabilities are; of a streamed answer nobody asks for them again.
+    """
 
     request: OpenSession
     opened_at: float
+    kept: bool = True
     text: list[str] = field(default_factory=list)
     num_tokens: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_chars: int = 0
     """Of the tokens of `logprobs`, each read by itself."""
+    num_chunks: int = 0
+    first_at: float | None = None
     first_text_at: float | None = None
     last_at: float | None = None
     done: Done | None = None
 
     def add(self, delta: TextDelta, now: float) -> None:
-        """Take a piece."""
-        self.text.append(delta.text)
+        """Take a piece; one that holds nothing is none."""
+        if not (delta.tokens or delta.text):
+            return
+        if self.kept:
+            self.text.append(delta.text)
+            self.logprobs += delta.logprobs or ()
         self.num_tokens += len(delta.tokens)
         self.sources.update(delta.sources)
-        self.logprobs += delta.logprobs or ()
+        self.num_chunks += 1
         self.last_at = now
+        if self.first_at is None:
+            self.first_at = now
         if self.first_text_at is None and delta.text:
             self.first_text_at = now
 
@@ -62,6 +76,8 @@ class Collected:
         assert self.done is not None
         report = self.done.report
         waited_s = (self.last_at or self.opened_at) - self.opened_at
+        lasted_s = (self.last_at or 0.0) - (self.first_at or 0.0)
+        per_token_s, chunk_gap_s = gaps(lasted_s, self.num_tokens, self.num_chunks)
         places = [report.get(f"acceptance_at_{place}") for place in range(1, MAX_PLACES + 1)]
         return {
             "session": self.request.session,
@@ -71,6 +87,8 @@ class Collected:
             "speculation": bool(report.get("rounds")),
             "no_speculation_because": None if report.get("rounds") else self._why_not(pairing, report),
             "time_to_first_token_s": _rounded((self.first_text_at or self.last_at or self.opened_at) - self.opened_at),
+            "time_per_output_token_s": _rounded(per_token_s),
+            "chunk_gap_s": _rounded(chunk_gap_s),
             "tokens_per_s": _rounded(self.num_tokens / waited_s) if waited_s > 0 else None,
             "tokens_by_source": {source: self.sources[source] for source in SOURCES},
             "passes": int(report.get("passes", 0)),
@@ -102,6 +120,7 @@ class Form:
     Args:
         answer_id: of the HTTP request's answer.
         model: that serves.
+        fingerprint: of all that decides an answer, see `ModelIdentity.fingerprint`.
         created: when, in whole seconds of the wall clock.
         include_usage: whether the chunks of a stream have a `usage`.
         num_per_prompt: answers to each prompt; they stand beside each other.
@@ -112,10 +131,18 @@ class Form:
     prefix = ""
 
     def __init__(
-        self, *, answer_id: str, model: str, created: int, include_usage: bool = False, num_per_prompt: int = 1
+        self,
+        *,
+        answer_id: str,
+        model: str,
+        created: int,
+        fingerprint: str = "",
+        include_usage: bool = False,
+        num_per_prompt: int = 1,
     ) -> None:
         self.answer_id = self.prefix + answer_id
         self.model = model
+        self.fingerprint = fingerprint or None
         self.created = created
         self.include_usage = include_usage
         self.num_per_prompt = num_per_prompt
@@ -188,7 +215,13 @@ class Form:
         return {"prompt_tokens": num_prompt, "completion_tokens": num_answer, "total_tokens": num_prompt + num_answer}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
 
 class ChatForm(Form):

@@ -75,7 +75,8 @@ def from_wire(exc: WireError, *, prompt_field: str) -> ApiError:
         return ApiError(413, f"{prompt_field} is too large: {exc}", param=prompt_field, code="request_too_large")
     if not isinstance(exc, RequestFailed):
         # Our own checks of a request's fields; each begins with the field's name.
-        return ApiError(400, str(exc), param=field_of(str(exc), prompt_field), code="invalid_value")
+        param = field_of(str(exc), prompt_field)
+        return ApiError(400, _as_given(str(exc), param), param=param, code="invalid_value")
     status = STATUS_OF_CODE.get(exc.code, 500)
     if exc.code == "no_verify_node" and exc.message.startswith("no verify node serves any model"):
         return ApiError(503, exc.message, code=exc.code)
@@ -85,10 +86,13 @@ def from_wire(exc: WireError, *, prompt_field: str) -> ApiError:
     if status == 400:
         about_prompt = exc.code in ("prompt_too_long", "empty_prompt")
         param = prompt_field if about_prompt else field_of(exc.message, prompt_field)
-    message = exc.message
-    if param == prompt_field and message.startswith("prompt_ids["):
-        message = param + message.removeprefix("prompt_ids")
-    return ApiError(status, message, param=param, code=CODE_OF_OPENAI.get(exc.code, exc.code))
+    return ApiError(status, _as_given(exc.message, param), param=param, code=CODE_OF_OPENAI.get(exc.code, exc.code))
+
+
+def _as_given(message: str, param: str | None) -> str:
+    """The message, with the field named as the caller named it."""
+    is_about_ids = param is not None and message.startswith("prompt_ids")
+    return f"{param}{message.removeprefix('prompt_ids')}" if is_about_ids else message
 
 
 def field_of(message: str, prompt_field: str) -> str | None:

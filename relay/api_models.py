@@ -10,10 +10,10 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from relay.api_errors import ApiError
 from wire.fields import shown
@@ -29,18 +29,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
-    "function_call": (None, "none"),
+    "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None,),
+    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "reasoning_effort": (None,),
     "response_format": (None, TEXT_FORMAT),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none"),
+    "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "verbosity": (None,),
     "web_search_options": (None,),
@@ -52,12 +52,37 @@ EXPECTED = {
 }
 ROLES = Literal["system", "developer", "user", "assistant"]
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+class FirstFault(FailFast):
+    """Of a list, the first bad entry is told: an error for each of a megabyte's holds up the event loop for seconds."""
+
+    __hash__ = object.__hash__  # a union of types hashes them
+
+
+Many = Annotated[list[T], FirstFault()]
 
 
 class Strict(BaseModel):
-    """No unknown field, no number in a string."""
+    """No unknown field, no number in a string. A null asks for nothing, whatever field it stands in."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        """What is to be checked: of the unknown fields one is enough to refuse all, and a body may hold 100,000."""
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        given = {
+            name: value
+            for name, value in data.items()
+            if name in fields and (value is not None or fields[name].is_required())
+        }
+        unknown = next((name for name, value in data.items() if name not in fields and value is not None), None)
+        return given if unknown is None else {**given, unknown: data[unknown]}
 
 
 class TextPart(Strict):
@@ -71,7 +96,7 @@ class Turn(Strict):
     """One message. OpenAI's "developer" is its newer name for "system", which is what chat templates know."""
 
     role: ROLES
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
     name: None = None
     refusal: None = None
     tool_calls: None = None
@@ -105,11 +130,11 @@ class Generation(Strict):
     min_p: float | None = None
     seed: int | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
     stream: bool | None = None
@@ -212,7 +237,7 @@ def nth_seed(seed: int, number: int) -> int:
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[Turn] = Field(min_length=1)
+    messages: Many[Turn] = Field(min_length=1)
     # Fields with other names on the wire have their ranges here too, so that an error names them as they were given.
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_POSITION)
     logprobs: bool | None = None
@@ -247,7 +272,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Many[int] | Many[str] | Many[Many[int]]
     logprobs: int | None = Field(None, ge=0)
 
     @property
@@ -281,7 +306,7 @@ class TokenizeRequest(Strict):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Turn] | None = None
+    messages: Many[Turn] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
@@ -299,7 +324,7 @@ class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Many[int]
 
     def requests(self) -> list[Tokenize]:
         """The request to the verify node."""

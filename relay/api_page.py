@@ -58,12 +58,13 @@ class StatusPage:
             web.get("/", self._to_page),
             web.get("/status", self._to_page),
             web.get("/status/", self._file),
-            web.get("/status/events", self._events),
+            web.get("/status/events", self._events, allow_head=False),
             web.get("/status/{file}", self._file),
         ]
 
     async def _to_page(self, request: web.Request) -> web.Response:
-        raise web.HTTPFound("/status/")
+        # Relative, so that it is right behind a proxy that serves the relay under a path of its own.
+        raise web.HTTPFound("status/")
 
     async def _file(self, request: web.Request) -> web.Response:
         name = request.match_info.get("file", "index.html")
@@ -73,8 +74,9 @@ class StatusPage:
         return web.Response(body=FILES[name], content_type=content_type, charset="utf-8", headers=PAGE_HEADERS)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """A snapshot each UPDATE_S until the viewer goes away, which cancels this handler."""
-        self.access.credential(request.headers.get("Authorization"), "admin")
+        """A snapshot each UPDATE_S until the viewer goes away, which cancels this handler, or its secret is revoked."""
+        header = request.headers.get("Authorization")
+        self.access.credential(header, "admin")
         session = request.query.get("session", "")
         loop = asyncio.get_running_loop()
         response = await open_stream(request)
@@ -83,7 +85,7 @@ class StatusPage:
             watch = self.board.watch(session) if session else None
             try:
                 num_seen = 0
-                while True:
+                while self.access.has(header, "admin"):
                     update: dict[str, Any] = self.board.snapshot(loop.time())
                     if watch is not None:
                         rounds = [seen.as_json() for seen in watch.since(num_seen)]
@@ -91,6 +93,7 @@ class StatusPage:
                         update["rounds"] = {"session": session, "parts": PARTS, "new": rounds}
                     await response.write(event(update))
                     await asyncio.sleep(UPDATE_S)
+                return response
             finally:
                 if watch is not None:
                     self.board.unwatch(session)

@@ -42,6 +42,7 @@ class Pairing:
 
     verify: str = ""
     model: str = ""
+    fingerprint: str = ""
     draft: str = ""
     epoch: int = 0
 
@@ -81,6 +82,7 @@ class LocalClient:
         return Pairing(
             verify=verify.hello.name if verify else "",
             model=verify.model.name if verify else "",
+            fingerprint=verify.model.fingerprint if verify else "",
             draft=draft.hello.name if draft else "",
             epoch=session.epoch,
         )
@@ -108,6 +110,12 @@ class LocalClient:
         if session_id in self.server.router.sessions:
             self.server.from_local(peer_id, Cancel(session=session_id))
 
+    def end(self, reason: str) -> None:
+        """Fail and cancel what is under way: the relay goes."""
+        for session_id, exchange in list(self._exchanges.items()):
+            exchange.deliver(Error(session=session_id, code="draining", message=reason), 0)
+            self.cancel(exchange.peer, session_id)
+
     def _deliver(self, item: Message | bytes) -> None:
         message = decode(item) if isinstance(item, bytes) else item
         exchange = self._exchanges.get(getattr(message, "session", None) or "")
@@ -130,7 +138,7 @@ class Exchange:
     def __init__(self, client: LocalClient, requests: Sequence[OpenSession | Tokenize], credential: Credential) -> None:
         self._client = client
         self._credential = credential
-        self._peer = ""
+        self.peer = ""
         self._requests = requests
         self._queue: asyncio.Queue[tuple[int, Answer | RequestFailed, int]] = asyncio.Queue()
         self._queued_bytes = 0
@@ -140,7 +148,7 @@ class Exchange:
         self.places: dict[int, int] = {}
         """Of the sessions that wait for the target: their places in line, 1 being the next to go."""
         self.opened_at = 0.0
-        self.model = ""
+        self.model = self.fingerprint = ""
         self.on_overflow: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Exchange:
@@ -151,15 +159,16 @@ class Exchange:
             RequestFailed: the relay is shutting down.
         """
         try:
-            self._peer = self._client.peer(self._credential)
+            self.peer = self._client.peer(self._credential)
         except Refused as exc:
             raise RequestFailed("draining", str(exc)) from exc
         self.opened_at = asyncio.get_running_loop().time()
         try:
             for index, request in enumerate(self._requests):
                 self._running[request.session] = index
-                self._client.open(self._peer, request, self)
-                self.model = self._client.pairing(request.session).model
+                self._client.open(self.peer, request, self)
+                pairing = self._client.pairing(request.session)
+                self.model, self.fingerprint = pairing.model, pairing.fingerprint
         except BaseException:
             self.close()
             raise
@@ -220,7 +229,7 @@ class Exchange:
         """Cancel what still runs. A second time does nothing."""
         running, self._running = self._running, {}
         for session_id in running:
-            self._client.cancel(self._peer, session_id)
+            self._client.cancel(self.peer, session_id)
 
     def _end(self, session_id: str) -> None:
         del self._running[session_id]

@@ -16,6 +16,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 STREAM_IS_OPEN = web.RequestKey("stream_is_open", bool)
+LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
+"""Those that JSON lets stand in a string, as they are and escaped."""
 END = b"data: [DONE]\n\n"
 
 
@@ -26,8 +28,11 @@ def comment(places: Iterable[int]) -> bytes:
 
 
 def event(data: Any) -> bytes:
-    """One event."""
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    """One event, on what is one line for every reader: many clients' libraries split lines as Unicode does."""
+    line = orjson.dumps(data)
+    for raw, escaped in LINE_ENDS.items():
+        line = line.replace(raw, escaped)
+    return b"data: " + line + b"\n\n"
 
 
 async def open_stream(request: web.Request, **headers: str) -> web.StreamResponse:

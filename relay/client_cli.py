@@ -1,14 +1,18 @@
 """The commands `foredraft chat` and `foredraft stream`.
 
-Exit codes: 0 the answer is complete, 1 it failed (one line on standard error says why), 2 usage, 130 interrupted.
+Exit codes: 0 the answer is complete, 1 it failed (one line on standard error says why), 2 usage, 130 interrupted, 141
+nobody reads the output any more.
 Ctrl-C cancels the request, on the nodes too; what had come stays on the screen. A second one does not wait for the
-relay's word. In a conversation it ends the answer; at the prompt, the conversation.
+relay's word. In a conversation it ends the answer; at the prompt, the conversation, which goes on after an answer that
+failed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,10 +22,12 @@ from typing import Protocol
 
 from relay.client import Delta, Event, Finished, StreamClient
 from relay.client_config import ClientConfig
-from wire.aio.process import EXIT_INTERRUPTED, EXIT_OK, ending_signals, run_main
+from wire.aio.process import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, ending_signals, run_main
+from wire.printable import for_terminal
 from wire.settings import setup_logging, ssl_context
 
 EXIT_USAGE = 2
+EXIT_PIPE = 141
 CANCEL_S = 2.0
 """How long a cancelled request may take to end with its figures."""
 USAGE = "usage: foredraft {chat,stream} [--help] ...\n"
@@ -37,17 +43,26 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """The text as it comes; the figures at the end, on standard error unless it is all for a terminal."""
+    """The text as it comes, for a terminal without control characters; the figures at the end, on standard error
+    unless it is all for a terminal."""
+
+    def __init__(self) -> None:
+        self._in_terminal = sys.stdout.isatty()
+        self._in_line = False
 
     def show(self, event: Event) -> None:
         """Print one event."""
         if isinstance(event, Delta):
-            print(event.text, end="", flush=True)
+            print(for_terminal(event.text) if self._in_terminal else event.text, end="", flush=True)
+            self._in_line = not event.text.endswith("\n") if event.text else self._in_line
         else:
-            print(f"\n{summary(event)}", file=sys.stdout if sys.stdout.isatty() else sys.stderr, flush=True)
+            print(f"\n{summary(event)}", file=sys.stdout if self._in_terminal else sys.stderr, flush=True)
+            self._in_line = False
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """What is told next, why it failed or the next question, begins a line of its own."""
+        if self._in_terminal and self._in_line:
+            print(flush=True)
 
 
 class JsonDisplay:
@@ -165,11 +180,16 @@ def one_answer(config: ClientConfig, turns: Turns | None, text: str) -> tuple[in
         nonlocal said
         display = display_of(config)
         try:
-            said, finished = await answer(config, turns, text, display)
+            try:
+                said, finished = await answer(config, turns, text, display)
+            finally:
+                display.close()
         except asyncio.CancelledError:
             return EXIT_INTERRUPTED
-        finally:
-            display.close()
+        except BrokenPipeError:
+            # What is still buffered would fail once more when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_PIPE
         return EXIT_INTERRUPTED if finished.finish_reason == "cancelled" else EXIT_OK
 
     code = run_main("client", ask, debug=config.log_level == "debug")
@@ -182,6 +202,10 @@ def converse(config: ClientConfig) -> int:
     while True:
         try:
             question = input("> ")
+            question.encode()
+        except UnicodeError as exc:
+            print(not_text(exc), file=sys.stderr)
+            continue
         except EOFError:
             print()
             return EXIT_OK
@@ -192,13 +216,33 @@ def converse(config: ClientConfig) -> int:
             continue
         turns.append(("user", question))
         code, said = one_answer(config, turns, "")
-        if code not in (EXIT_OK, EXIT_INTERRUPTED):
+        if code == EXIT_PIPE:
             return code
-        turns.append(("assistant", said))
+        if code == EXIT_FAILURE:
+            # It may go well when asked again, and what was said before is not to be lost with it.
+            turns.pop()
+        else:
+            turns.append(("assistant", said))
+
+
+def not_text(exc: UnicodeError) -> str:
+    """What is wrong with bytes that are no characters."""
+    assert isinstance(exc, UnicodeDecodeError | UnicodeEncodeError), "what reading and encoding raise"
+    return f"the text is not valid {exc.encoding.upper()}, see character {exc.start + 1}"
+
+
+def prepare_streams(*, json: bool) -> None:
+    """Standard streams that are there and take every character, whatever the caller closed and the locale says."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8" if json else None, errors="replace")
 
 
 def run(config: ClientConfig, prog: str) -> int:
     """One command; its exit code."""
+    prepare_streams(json=config.json)
     # What the library logs is for its own process; here the one line on standard error says what is wrong.
     setup_logging(config.log_level if config.log_level != "info" else "error")
     if config.text is None and config.chat and sys.stdin.isatty():
@@ -209,8 +253,8 @@ def run(config: ClientConfig, prog: str) -> int:
         text.encode()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except (UnicodeDecodeError, UnicodeEncodeError) as exc:
-        sys.stderr.write(f"{prog}: the text is not valid {exc.encoding.upper()}, see character {exc.start + 1}\n")
+    except UnicodeError as exc:
+        sys.stderr.write(f"{prog}: {not_text(exc)}\n")
         return EXIT_USAGE
     if not text.strip():
         sys.stderr.write(f"{prog}: there is nothing to ask: give a text, or one on standard input\n")

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relay.client import Delta, Event, Finished
+from wire.printable import for_terminal
 
 STYLES = {"draft": "bold cyan", "local": "magenta", "plain": "dim"}
 """By source: bold, plain and dim too, for those who see no colours."""
@@ -66,7 +67,7 @@ class PanelState:
             self.accepted[place] += 1
         self.last_at = now
         if event.text:
-            self.pieces.append((event.text, shade(event)))
+            self.pieces.append((for_terminal(event.text), shade(event)))
             if self.first_text_at is None:
                 self.first_text_at = now
 
@@ -138,7 +139,7 @@ class PanelDisplay:
 def render(state: PanelState, *, max_chars: int | None = None) -> Group:
     """The panel, with the last `max_chars` of the text."""
     text = Text()
-    for piece, source in state.pieces:
+    for piece, source in state.pieces if max_chars is None else newest(state.pieces, max_chars):
         text.append(piece, STYLES[source])
     if max_chars is not None and len(text) > max_chars:
         text = text[-max_chars:]
@@ -154,6 +155,15 @@ def render(state: PanelState, *, max_chars: int | None = None) -> Group:
         rows = ((name, part / total if total else 0.0, f"{part:.1f} ms") for name, part in ledger.items())
         parts.append(_bars(f"a round as the verify node sees it, {total:.1f} ms", rows))
     return Group(*parts)
+
+
+def newest(pieces: list[tuple[str, str]], num_chars: int) -> list[tuple[str, str]]:
+    """As many of the last pieces as have `num_chars`: what all of them cost would grow with each."""
+    first = len(pieces)
+    while first > 0 and num_chars > 0:
+        first -= 1
+        num_chars -= len(pieces[first][0])
+    return pieces[first:]
 
 
 def _figures(state: PanelState) -> Iterator[tuple[str, str]]:

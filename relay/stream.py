@@ -36,8 +36,7 @@ class Finished:
         report: the verify node's figures of the session (of its last part, where another node took over).
         time_to_first_token_s: from the request to the first delta with text.
         tokens_per_s: tokens over the time from the request to the last of them.
-        time_per_output_token_s: from the first delta to the last, for each token but one: a delta may hold several, so
-            the gap between deltas is not it.
+        time_per_output_token_s, chunk_gap_s: see `gaps`.
         num_chunks: deltas received that held something.
     """
 
@@ -48,6 +47,7 @@ class Finished:
     time_to_first_token_s: float
     tokens_per_s: float
     time_per_output_token_s: float
+    chunk_gap_s: float
     num_chunks: int
 
 
@@ -136,6 +136,7 @@ class Stream:
         last_at = self.last_at if num_tokens else now
         first_at = self.first_at if self.first_at is not None else now
         first_text_at = self.first_text_at if self.first_text_at is not None else first_at
+        per_token_s, chunk_gap_s = gaps(last_at - first_at, num_tokens, self.num_chunks)
         return Finished(
             finish_reason=done.finish_reason,
             prompt_tokens=done.prompt_tokens,
@@ -143,9 +144,24 @@ class Stream:
             report=done.report,
             time_to_first_token_s=first_text_at - self.sent_at,
             tokens_per_s=num_tokens / (last_at - self.sent_at) if last_at > self.sent_at else 0.0,
-            time_per_output_token_s=(last_at - first_at) / (num_tokens - 1) if num_tokens > 1 else 0.0,
+            time_per_output_token_s=per_token_s,
+            chunk_gap_s=chunk_gap_s,
             num_chunks=self.num_chunks,
         )
+
+
+def gaps(lasted_s: float, num_tokens: int, num_chunks: int) -> tuple[float, float]:
+    """Time per output token and the mean gap between chunks, 0 where there is none.
+
+    A chunk may hold several tokens, so they are two figures.
+
+    Args:
+        lasted_s: from the first chunk to the last.
+    """
+    return (
+        lasted_s / (num_tokens - 1) if num_tokens > 1 else 0.0,
+        lasted_s / (num_chunks - 1) if num_chunks > 1 else 0.0,
+    )
 
 
 def new_key() -> str:

@@ -199,12 +199,21 @@ def secret_fault(secret: str) -> str:
 
 
 def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
-    """Verification is always on; a private authority is added, not trusted instead of a check."""
+    """Verification is always on; a private authority is added, not trusted instead of a check.
+
+    Raises:
+        OSError: the file of the authority is not good; the message names it.
+    """
     if not url.startswith("wss://"):
         return None
     context = ssl.create_default_context()
     if ca_file is not None:
-        context.load_verify_locations(ca_file)
+        try:
+            context.load_verify_locations(ca_file)
+        except OSError as exc:
+            # The library names no file.
+            reason = exc.reason if isinstance(exc, ssl.SSLError) else exc.strerror
+            raise OSError(f"--ca-file {ca_file}: {reason}") from None
     return context
 
 

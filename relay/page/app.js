@@ -9,6 +9,7 @@ import { onSessionChosen, showSessions } from "./sessions.js";
 
 const KEY = "foredraft-secret";
 const RETRY_MS = 2000;
+const SILENT_MS = 10000;
 let secret = sessionStorage.getItem(KEY) ?? "";
 let chosen = "";
 let stream = null;
@@ -53,17 +54,26 @@ async function follow() {
   stream?.abort();
   const mine = new AbortController();
   stream = mine;
-  const url = chosen ? `/status/events?session=${encodeURIComponent(chosen)}` : "/status/events";
+  const url = chosen ? `events?session=${encodeURIComponent(chosen)}` : "events";
   while (stream === mine && secret) {
+    // A path may die without a word, as when this machine slept. Updates come every second, so silence is an end too.
+    const silence = new AbortController();
+    let timer = setTimeout(() => silence.abort(), SILENT_MS);
+    const signal = AbortSignal.any([mine.signal, silence.signal]);
     try {
-      await readEvents(url, { headers: { Authorization: `Bearer ${secret}` }, signal: mine.signal }, show);
+      await readEvents(url, { headers: { Authorization: `Bearer ${secret}` }, signal }, (update) => {
+        clearTimeout(timer);
+        timer = setTimeout(() => silence.abort(), SILENT_MS);
+        show(update);
+      });
     } catch (error) {
-      if (stream !== mine || error.name === "AbortError") return;
+      if (stream !== mine) return;
       if (error.status === 401 || error.status === 403) {
         ask(error.status === 401 ? "The relay does not know this secret." : "This secret is not for administrators.");
         return;
       }
     }
+    clearTimeout(timer);
     if (stream !== mine) return;
     connection("the relay does not answer; trying again", "lost");
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
@@ -72,8 +82,13 @@ async function follow() {
 
 byId("login").addEventListener("submit", (event) => {
   event.preventDefault();
-  secret = byId("secret").value;
+  secret = byId("secret").value.trim();
   byId("secret").value = "";
+  if (!/^[!-~]+$/.test(secret)) {
+    // No header can carry it, which would look like a relay that does not answer.
+    ask("A secret is printable ASCII without spaces.");
+    return;
+  }
   setText(byId("login-error"), "");
   sessionStorage.setItem(KEY, secret);
   follow();

@@ -16,7 +16,7 @@ export function setUpPlayground(secret) {
     showFigures(byId("answer-figures"), {});
     byId("stop").disabled = false;
     try {
-      await readEvents("/v1/chat/completions", request(secret(), asking.signal), (chunk) => show(answer, chunk));
+      await readEvents("../v1/chat/completions", request(secret(), asking.signal), (chunk) => show(answer, chunk));
     } catch (error) {
       if (error.name !== "AbortError") answer.append(element("p", { class: "error" }, error.message));
     }

@@ -49,7 +49,10 @@ async def test_c054_a_stream_ends_in_the_openai_form(
     assert all(event["choices"][0]["delta"]["content"] for event in events), "no empty piece in between"
     joined = "".join(event["choices"][0]["delta"]["content"] for event in events)
     assert joined == text == whole["choices"][0]["message"]["content"]
-    assert len({event["id"] for event in (first, *events, last)}) == 1
+    for name in ("id", "created", "model", "system_fingerprint"):
+        assert len({event[name] for event in (first, *events, last)}) == 1
+    verify = next(iter(pipeline.server.router.nodes("verify")))
+    assert last["system_fingerprint"] == whole["system_fingerprint"] == verify.model.fingerprint
 
 
 @pytest.mark.parametrize(

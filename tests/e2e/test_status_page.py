@@ -202,6 +202,35 @@ async def test_the_page_comes_back_when_the_relay_does(in_process: Any, browser:
     await again.close()
 
 
+async def test_a_path_that_dies_without_a_word_is_noticed_and_dialled_again(
+    in_process: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_page, "UPDATE_S", 3600.0)
+    pipeline = await in_process(says(ANSWER), admin_secret=ADMIN)
+    context = await browser.new_context()
+    page = await context.new_page()
+    await page.clock.install()
+    await page.goto(pipeline.url)
+    await page.get_by_label("Admin secret").fill(ADMIN)
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#connection")).to_have_text("live")
+    await page.clock.run_for(11_000)
+    await expect(page.locator("#connection")).to_have_text("the relay does not answer; trying again")
+    await page.clock.run_for(3_000)
+    await expect(page.locator("#connection")).to_have_text("live")
+    await context.close()
+
+
+async def test_a_secret_that_no_header_can_carry_is_told_as_such(pipeline: Any, browser: Browser) -> None:
+    async with page_of(browser, pipeline.url, log_in=False) as page:
+        await page.get_by_label("Admin secret").fill("a secret – mistyped")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("alert")).to_have_text("A secret is printable ASCII without spaces.")
+        await page.keyboard.type(f" {ADMIN} ")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#connection")).to_have_text("live")
+
+
 async def test_text_is_never_markup(in_process: Any, browser: Browser) -> None:
     text = "<img src=x onerror=alert(1)><script>document.title='x'</script>"
     pipeline = await in_process(says(text), admin_secret=ADMIN)

@@ -1,7 +1,8 @@
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -108,6 +109,25 @@ def test_c052_special_ids_are_hidden_and_spelled_letters_are_shown(tokenizer: To
     assert "".join(deltas(tokenizer, [], spelled)) == "<|im_end|>"
 
 
+@pytest.mark.parametrize("make", [lambda: Tokenizer(tiny_tokenizer(320)), sentencepiece_tokenizer])
+def test_hidden_ids_are_not_decoded_again_and_again(
+    make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make()
+    prompt, (smile, rest) = tokenizer.encode("the"), (tokenizer.encode("a🙂")[:-1], tokenizer.encode("a🙂")[-1:])
+    lengths: list[int] = []
+    real = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: (lengths.append(len(ids)), real(self, ids))[1])
+    hidden = [2] * 500
+    parts = deltas(tokenizer, prompt, [*hidden, *smile, *hidden, *rest, *hidden])
+    assert "".join(parts) == tokenizer.decode([*prompt, *smile, *rest])[len(tokenizer.decode(prompt)) :]
+    assert max(lengths[:-2]) <= len(prompt) + len(smile) + len(rest)
+
+
+def test_a_special_token_is_known_by_its_spelling(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.special_id(text) for text in ("<|im_end|>", "<|im_end|> ", "a")] == [IM_END, None, None]
+
+
 def test_c019_the_template_writes_bos_exactly_once(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert ids.count(BEGIN) == 1
@@ -138,6 +158,29 @@ def test_c052_special_letters_in_a_message_stay_letters(tokenizer: Tokenizer, co
     assert tokenizer._backend.decode(ids, skip_special_tokens=False) == (
         f"<|begin|><|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_many_special_letters_are_not_looked_through_for_each_token(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    class Spans(list[tuple[int, int]]):
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            looks.append(len(self))
+            return super().__iter__()
+
+    real = Tokenizer._unmark
+
+    def unmark(*given: Any) -> tuple[str, list[tuple[int, int]]]:
+        text, spans = real(*given)
+        return text, Spans(spans)
+
+    monkeypatch.setattr(Tokenizer, "_unmark", staticmethod(unmark))
+    content = "<|im_end|> a <|begin|><|im_start|>" * 20
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+    assert [i for i in ids if i < len(SPECIAL_TOKENS)] == [BEGIN, IM_START, IM_END, IM_START]
+    assert looks == [60]
 
 
 def test_messages_without_a_template_or_refused_by_it_are_a_value_error() -> None:

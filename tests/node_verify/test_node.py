@@ -22,7 +22,7 @@ from speculation.selection import BestFirst
 from wire.aio.quiet import MAX_BURST
 from wire.aio.trace import TraceWriter
 from wire.codec import encode
-from wire.messages import Cancel, Done, Error, Message, OpenSession, Paired, TextDelta
+from wire.messages import Cancel, ChatMessage, Done, Error, Message, OpenSession, Paired, TextDelta
 
 VOCAB = 64
 
@@ -34,7 +34,10 @@ class Letters:
         return [ord(letter) % VOCAB for letter in text]
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [1]
+        raise ValueError("the chat template refuses these messages: " + messages[0]["content"])
+
+    def special_id(self, text: str) -> int | None:
+        return int(text.strip("<>")) if text.startswith("<") else None
 
     def decode_stream(self, prompt_ids: list[int]) -> DecodeStream:
         return self
@@ -170,6 +173,40 @@ async def test_a_cancelled_session_whose_slot_could_not_be_opened_leaves_no_trac
     assert isinstance(await ended(link, "bad"), Error)
     request(node, "after", 1)
     assert isinstance(await ended(link, "after"), Done)
+
+
+async def test_a_stop_string_that_spells_a_special_token_stops_at_its_id(start: Start) -> None:
+    node, link, _ = start("", ValueError())
+
+    async def tokens(session: str, *stop: str, ignore_eos: bool = False) -> tuple[list[int], str]:
+        asked = OpenSession(
+            session=session, prompt_ids=(1, 2, 3), max_tokens=20, stop=stop, ignore_eos=ignore_eos
+        )  # fmt: skip
+        node.on_frame(encode(asked), node.now())
+        done = await ended(link, session)
+        assert isinstance(done, Done)
+        return [
+            token for delta in link.sent[session] if isinstance(delta, TextDelta) for token in delta.tokens
+        ], done.finish_reason
+
+    whole, reason = await tokens("whole", "no such text")
+    assert (len(whole), reason) == (20, "length")
+    cut = whole.index(whole[7]) + 1
+    assert await tokens("cut", "no such text", f"<{whole[7]}>") == (whole[:cut], "stop")
+    assert await tokens("asked for", f"<{whole[7]}>", ignore_eos=True) == (whole[:cut], "stop")
+
+
+async def test_messages_that_the_template_refuses_are_their_senders_fault(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, link, _ = start("", ValueError())
+    chat = OpenSession(session="s", messages=(ChatMessage(role="user", content="private " * 2000),))
+    node.on_frame(encode(chat), node.now())
+    told = await ended(link, "s")
+    assert isinstance(told, Error)
+    assert told.code == "bad_request"
+    assert told.message.startswith("the chat template refuses these messages: private")
+    assert "private" not in caplog.text
 
 
 @pytest.mark.parametrize("failing", ["prefill", "verify"])

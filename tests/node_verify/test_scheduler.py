@@ -96,6 +96,25 @@ def test_the_waiting_line_is_bounded() -> None:
     assert "limit is 1" in error.message
 
 
+def test_a_stop_string_that_only_the_end_shows_is_the_reason_too() -> None:
+    """The last token ends in half a character, so its text comes when there is no more to wait for."""
+
+    class Late(Letters):
+        def push(self, token: int) -> str:
+            return "" if token == 25 else super().push(token)
+
+        def flush(self) -> str:
+            return "z"
+
+    verify = scheduler()
+    message = OpenSession(session="s", prompt_ids=(1,), max_tokens=3, stop=("bz",))
+    assert verify.on_opening("s", 0.0) == []
+    made = make_request(message, prompt_ids=[1], context_length=1000, vocab_size=100, stop_ids=())
+    verify.on_request("s", made, AnswerText(Late(), made.stop), 0.0)
+    delta, done = messages(run_pass(verify, 0, 1, 25))
+    assert (delta.text, done.finish_reason, done.completion_tokens) == ("a", "stop", 3)
+
+
 def test_a_session_name_cannot_be_taken_twice() -> None:
     verify = scheduler()
     open_session(verify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import logging
 import ssl
 from collections.abc import AsyncIterator
@@ -20,8 +21,19 @@ from relay import api_sessions
 from relay.api import Gateway
 from relay.credentials import Credentials
 from relay.server import RelayServer
+from wire.aio.quiet import MAX_BURST, RateLimited
 from wire.errors import ListenFailed
-from wire.messages import MAX_FRAME_BYTES, Cancel, Done, Error, OpenSession, TextDelta, Tokenize, Tokenized
+from wire.messages import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    Done,
+    Error,
+    OpenSession,
+    TextDelta,
+    Tokenize,
+    Tokenized,
+    TokenLogprob,
+)
 
 ADMIN = "an-admin-secret-of-the-tests"
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
@@ -69,7 +81,10 @@ def done(session: str, num_tokens: int, reason: str = "stop") -> Done:
     return Done(session=session, finish_reason=reason, prompt_tokens=3, completion_tokens=num_tokens)
 
 
-async def test_no_request_gets_past_a_wrong_secret(http: Http, relay: Any) -> None:
+async def test_no_request_gets_past_a_wrong_secret(
+    http: Http, relay: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("relay.api.REFUSED", RateLimited(logging.getLogger("relay"), logging.WARNING))
     verify = await relay.join("verify")
     for header in ("", "Bearer", "Bearer wrong", f"Basic {relay.secret}", f"Bearer {relay.secret}x", "Bearer \udcff"):
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
@@ -81,6 +96,10 @@ async def test_no_request_gets_past_a_wrong_secret(http: Http, relay: Any) -> No
     async with http.session.get(f"{http.url}/v1/models?key={relay.secret}", headers={"Authorization": ""}) as response:
         assert response.status == 401
     assert verify.inbox.empty()
+    # Whoever looks into the log sees that somebody tries, however often that is, and not what.
+    assert caplog.text.count("a request from 127.0.0.1 refused: Authorization: Bearer SECRET with") <= MAX_BURST
+    assert "refused" in caplog.text
+    assert f"{relay.secret}x" not in caplog.text
     async with http.session.get(http.url + "/v1/models", headers={"Authorization": f"Bearer {ADMIN}"}) as response:
         assert response.status == 200
 
@@ -244,6 +263,101 @@ async def test_silence_is_filled_with_comments(http: Http, relay: Any, monkeypat
         assert b'"content":"a"' in await response.read()
 
 
+async def test_tokens_that_show_nothing_are_filled_with_comments_too(
+    http: Http, relay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.api.SILENCE_S", 0.05)
+    monkeypatch.setattr("relay.api.FIRST_EVENT_S", 0.0)
+    verify = await relay.join("verify")
+
+    async def hide(session: str) -> None:
+        for start in itertools.count():
+            verify.send(TextDelta(session=session, start=start, tokens=(7,), text=""))
+            await verify.link.flush()
+            await asyncio.sleep(0)
+
+    async with http.session.post(f"{http.url}/v1/chat/completions", json=BODY | {"stream": True}) as response:
+        session = (await verify.expect(OpenSession)).session
+        hiding = asyncio.create_task(hide(session))
+        while await asyncio.wait_for(response.content.readline(), BOUND_S) != b": still here\n":
+            pass
+        hiding.cancel()
+
+
+async def test_a_gateway_that_closes_tells_the_answers_under_way(
+    http: Http, relay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.api.FIRST_EVENT_S", 0.0)
+    verify = await relay.join("verify")
+    async with asking(http) as whole, http.session.post(
+        f"{http.url}/v1/chat/completions", json=BODY | {"stream": True}
+    ) as streamed:  # fmt: skip
+        for _ in range(2):
+            await verify.expect(OpenSession)
+        await http.gateway.close()
+        status, body = await whole
+        assert (status, body["error"]["code"]) == (503, "draining")
+        *_, last = (await streamed.read()).strip().split(b"\n\n")
+        assert orjson.loads(last.removeprefix(b"data: "))["error"]["message"] == "the relay is shutting down"
+        assert {(await verify.expect(Cancel)).type for _ in range(2)} == {"cancel"}
+
+
+async def test_a_response_that_would_take_too_much_memory_is_refused_unless_streamed(
+    http: Http, relay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.api.MAX_WHOLE_LOGPROBS", 30)
+    verify = await relay.join("verify")
+    asked = BODY | {"n": 2, "logprobs": True, "top_logprobs": 2}
+    entry = TokenLogprob(logprob=-0.5, top_ids=(1, 2), top_logprobs=(-0.5, -1.0), token_hex="61", top_hex=("61", "62"))
+
+    def say(session: str, num_tokens: int) -> None:
+        for start in range(num_tokens):
+            verify.send(TextDelta(session=session, start=start, tokens=(7,), text="a", logprobs=(entry,)))
+
+    for num_tokens, stream, status in ((5, False, 200), (6, False, 400), (6, True, 200)):
+        task = asyncio.create_task(
+            http.session.post(f"{http.url}/v1/chat/completions", json=asked | {"stream": stream})
+        )
+        sessions = [(await verify.expect(OpenSession)).session for _ in range(2)]
+        for session in sessions:
+            say(session, num_tokens)
+        if status == 400:
+            assert {(await verify.expect(Cancel)).session for _ in range(2)} == set(sessions)
+        for session in sessions:
+            verify.send(done(session, num_tokens, "stop" if status == 200 else "cancelled"))
+        async with await asyncio.wait_for(task, BOUND_S) as response:
+            assert response.status == status
+            body = await response.read()
+        assert status == 200 or orjson.loads(body)["error"]["param"] == "logprobs"
+        assert status == 400 or body.count(b'"logprob":-1.0') == 2 * num_tokens
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_body_that_is_not_as_its_header_says_is_the_clients_fault(
+    http: Http, relay: Any, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with http.session.post(http.url + path, data=b'{"prompt":"x"}', headers=headers) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_body")
+    assert "gzip" in error["message"]
+    assert "Traceback" not in caplog.text
+
+
+async def test_c080_what_is_no_http_is_a_few_lines_without_what_was_sent(
+    http: Http, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3 * MAX_BURST):
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+        writer.write(b"GET / HTTP/1.1\r\nAuthorization Bearer a-secret\r\n\r\n")
+        assert b"400" in await reader.readline()
+        writer.close()
+    assert "a-secret" not in caplog.text
+    assert "Traceback" not in caplog.text
+    assert caplog.text.count("a request from 127.0.0.1 could not be read") == MAX_BURST
+
+
 async def test_what_is_not_there_or_too_large_is_told_in_the_openai_form(http: Http, relay: Any) -> None:
     await relay.join("verify")
     for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/x", 404)):
@@ -251,6 +365,7 @@ async def test_what_is_not_there_or_too_large_is_told_in_the_openai_form(http: H
             assert response.status == status
             assert path in (await response.json())["error"]["message"]
             assert response.headers["Server"] == "foredraft"
+            assert response.headers.get("Allow", "") == ("POST" if status == 405 else "")
     for prompt, param in (("x" * MAX_FRAME_BYTES, None), ("é" * (MAX_FRAME_BYTES // 2 - 50), "prompt")):
         body = io.BytesIO(orjson.dumps({"prompt": prompt}))
         async with http.session.post(f"{http.url}/v1/completions", data=body) as response:

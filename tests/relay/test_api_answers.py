@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 
 from relay.api_answers import ChatForm, Collected, CompletionForm
 from relay.api_sessions import Pairing
+from relay.api_stream import event
 from wire.messages import Done, OpenSession, TextDelta, TokenLogprob
 from wire.sampling import Sampling
 
@@ -66,6 +68,18 @@ def test_times_are_taken_at_the_first_text_and_the_last_token() -> None:
     assert (empty["time_to_first_token_s"], empty["tokens_per_s"]) == (0.0, None)
 
 
+def test_c078_the_gateway_tells_time_per_token_and_gap_between_chunks_apart() -> None:
+    answer = Collected(OpenSession(session="s", prompt="p"), opened_at=50.0)
+    answer.add(delta(""), 50.05)
+    for number in range(10):
+        answer.add(delta("abcd", 1, 2, 3, 4), 50.3 + number / 10)
+    answer.done = Done(session="s", finish_reason="stop", prompt_tokens=3, completion_tokens=40)
+    figures = answer.figures(ALONE)
+    assert figures["time_to_first_token_s"] == pytest.approx(0.3)
+    assert figures["time_per_output_token_s"] == pytest.approx(0.9 / 39, abs=1e-6)
+    assert figures["chunk_gap_s"] == pytest.approx(0.1)
+
+
 def test_a_prompt_counts_once_however_many_answers_it_got() -> None:
     answers = [collected(delta("a", 1, 2)) for _ in range(4)]
     figures = [answer.figures(ALONE) for answer in answers]
@@ -102,6 +116,18 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
     assert whole["tokens"] == ["a", "b", "cde"]
 
 
+def test_of_a_streamed_answer_only_the_figures_are_kept() -> None:
+    piece = delta("ab", 1, 2, sources=("draft", "plain"), logprobs=spelled(b"a", b"b"))
+    answers = [Collected(OpenSession(session="s", prompt="p", logprobs=1), 10.0, kept=kept) for kept in (True, False)]
+    for answer in answers:
+        answer.add(piece, 11.0)
+        answer.done = Done(session="s", finish_reason="stop", prompt_tokens=3, completion_tokens=2)
+    whole, streamed = answers
+    assert (len(whole.text), len(whole.logprobs)) == (1, 2)
+    assert (streamed.text, streamed.logprobs) == ([], [])
+    assert whole.figures(ALONE) == streamed.figures(ALONE)
+
+
 def test_a_piece_without_text_is_told_only_if_there_is_something_to_tell() -> None:
     silent = delta("", 1, sources=("draft",))
     answer = collected(silent)
@@ -109,3 +135,10 @@ def test_a_piece_without_text_is_told_only_if_there_is_something_to_tell() -> No
     chunk = ChatForm(**HEAD).piece(0, silent, answer, with_sources=True)
     assert chunk is not None
     assert chunk["foredraft"]["sources"] == ("draft",)
+
+
+def test_an_event_is_one_line_for_every_reader() -> None:
+    text = "".join(map(chr, (*range(0x20), *range(0x7F, 0xA0)))) + "a\u2028b\u2029c\u2027 🙂"
+    line, *rest = event({"text": text}).decode().splitlines()
+    assert rest == [""]
+    assert orjson.loads(line.removeprefix("data: ")) == {"text": text}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from relay.api import Gateway
 from relay.credentials import Credential, Credentials
 from relay.limits import BURST_S, Exceeded, Pace
-from wire.messages import Cancel, Done, OpenSession, Tokenize, Tokenized
+from wire.messages import MAX_FRAME_BYTES, Cancel, Done, OpenSession, Tokenize, Tokenized
 
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 LIMITED, OTHER, ADMIN = "a-secret-that-is-limited", "a-secret-of-the-others", "a-secret-of-an-admin"
@@ -106,8 +107,8 @@ async def test_a_clients_library_sees_a_rate_limit(site: Site) -> None:
     assert told.value.code == "rate_limit_exceeded"
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-async def test_the_bytes_of_a_body_count_however_it_is_sent(site: Site, chunked: bool) -> None:
+@pytest.mark.parametrize("sent", ["whole", "chunked", "compressed"])
+async def test_the_bytes_of_a_body_count_however_it_is_sent(site: Site, sent: str) -> None:
     site.limit(bytes_per_s=10)
     body = b'{"messages":[{"role":"user","content":"%s"}]}' % (b"x" * 10_000)
 
@@ -115,12 +116,28 @@ async def test_the_bytes_of_a_body_count_however_it_is_sent(site: Site, chunked:
         for start in range(0, len(body), 4096):
             yield body[start : start + 4096]
 
-    assert (await site.post(data=chunks() if chunked else body))[0] == 200
+    if sent == "compressed":
+        headers = {"Content-Encoding": "gzip", "Authorization": f"Bearer {LIMITED}"}
+        assert (await site.post(data=gzip.compress(body), headers=headers))[0] == 200
+    else:
+        assert (await site.post(data=chunks() if sent == "chunked" else body))[0] == 200
     status, said, retry_after = await site.post()
     assert status == 429
     assert "bytes_per_s = 10; come again in" in said["error"]["message"]
     assert 900 < int(retry_after) <= 1004
     assert (await site.post(OTHER, data=body))[0] == 200
+
+
+async def test_a_length_that_is_only_claimed_does_not_use_the_limit_up(site: Site) -> None:
+    site.limit(bytes_per_s=2 * MAX_FRAME_BYTES)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.gateway.port)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {LIMITED}\r\nContent-Length: {10**15}\r\n"
+    )
+    writer.write(head.encode() + b"\r\n")
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 10), "told before the body is sent"
+    writer.close()
+    assert (await site.post())[0] == 200
 
 
 async def test_each_session_of_a_request_counts(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay import api_models
 from relay.api_errors import ApiError, from_wire
 from relay.api_models import (
     MAX_ANSWERS,
@@ -96,7 +98,7 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"repetition_penalty": 0}, "repetition_penalty", "got 0"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "[5] must be in -100..100, got 101"),
         ({"logit_bias": {"five": 1}}, "logit_bias", "keyed by token ids"),
-        ({"logit_bias": {"5": "x"}}, "logit_bias[5]", "got 'x'"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias", "[5] must be a finite number, got 'x'"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "at most max_tokens, 5, got 6"),
@@ -136,6 +138,74 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(fields: dict[str, Any
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"null"])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     assert refusal(ChatRequest, body).code == "invalid_json"
+
+
+MANY = 5_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [None] * MANY}),
+        (CompletionRequest, {"prompt": [[None] * MANY] * 3}),
+        (ChatRequest, {"messages": [{}] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+        (ChatRequest, {"messages": [{**MESSAGES[0], **{f"x{i}": i for i in range(MANY)}}]}),
+        (ChatRequest, {"messages": MESSAGES, **{f"x{i}": i for i in range(MANY)}}),
+        (ChatRequest, {"messages": MESSAGES, "stop": [0] * MANY}),
+        (ChatRequest, {"messages": MESSAGES, "logit_bias": {str(i): None for i in range(MANY)}}),
+        (TokenizeRequest, {"messages": [0] * MANY}),
+        (DetokenizeRequest, {"tokens": [None] * MANY}),
+    ],
+    ids=[
+        "prompt",
+        "prompts",
+        "messages",
+        "parts",
+        "fields of a message",
+        "fields",
+        "stop",
+        "biases",
+        "turns",
+        "tokens",
+    ],
+)
+def test_of_a_body_full_of_faults_a_few_are_looked_at(
+    kind: Any, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def counted(exc: Any, data: Any) -> ApiError:
+        counts.append(exc.error_count())
+        return real(exc, data)
+
+    real = api_models._api_error
+    monkeypatch.setattr(api_models, "_api_error", counted)
+    refusal(kind, body)
+    assert all(count <= 5 for count in counts), "each fault that pydantic notes costs the event loop some microseconds"
+
+
+def test_a_null_asks_for_nothing_whatever_field_it_stands_in() -> None:
+    every = {name: None for name in ChatRequest.model_fields if name != "messages"} | {"a_field_of_tomorrow": None}
+    # What openai's client makes of an answer's message, by `model_dump()`.
+    answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": None, "audio": None,
+              "function_call": None, "tool_calls": None}  # fmt: skip
+    (session,) = chat(**every | {"messages": [*MESSAGES, answer], "stream_options": None}).requests()
+    (plain,) = chat(messages=[*MESSAGES, {"role": "assistant", "content": "hi"}], seed=session.sampling.seed).requests()
+    assert replace(session, session=plain.session) == plain
+    assert not chat(stream=True, stream_options={"include_usage": None}).include_usage
+    assert refusal(ChatRequest, {"messages": None}).param == "messages"
+    assert refusal(CompletionRequest, {"prompt": None}).param == "prompt"
+
+
+def test_ids_out_of_range_are_told_by_the_name_of_their_field() -> None:
+    def message(kind: Any, field: str) -> str:
+        with pytest.raises(ProtocolError) as refused:
+            parse(kind, orjson.dumps({field: [-1]})).requests()
+        return from_wire(refused.value, prompt_field=field).message
+
+    assert message(CompletionRequest, "prompt").startswith("prompt must hold integers in 0..")
+    assert message(DetokenizeRequest, "tokens").startswith("tokens must hold integers in 0..")
 
 
 def test_prompts_may_be_text_or_ids_one_or_several() -> None:

@@ -64,7 +64,7 @@ async def test_only_the_admin_secret_opens_the_figures(gateway: Gateway, relay: 
             async with http.get(f"{base}/status/events?key={ADMIN}", headers=headers) as response:
                 assert response.status == status
         async with http.get(base, allow_redirects=False) as response:
-            assert (response.status, response.headers["Location"]) == (302, "/status/")
+            assert (response.status, response.headers["Location"]) == (302, "status/")
         for name in ("", "app.js", "style.css", "icon.svg"):
             async with http.get(f"{base}/status/{name}") as response:
                 assert response.status == 200
@@ -77,6 +77,28 @@ async def test_only_the_admin_secret_opens_the_figures(gateway: Gateway, relay: 
             async with http.get(f"{base}/status/{name}") as response:
                 assert response.status == 404
     assert relay.server.tap is None
+
+
+async def test_a_secret_that_is_revoked_ends_the_events(gateway: Gateway, relay: Any) -> None:
+    async with viewer(gateway) as snapshot:
+        await snapshot()
+        relay.add_admin("another-secret-of-an-admin")
+
+        async def read_on() -> None:
+            while True:
+                await snapshot()
+
+        with pytest.raises(AssertionError, match="the events ended"):
+            await asyncio.wait_for(read_on(), BOUND_S)
+    await until(lambda: relay.server.tap is None)
+
+
+async def test_nobody_who_asks_for_the_head_alone_is_sent_events(gateway: Gateway) -> None:
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {ADMIN}"}) as http:
+        async with http.head(f"http://127.0.0.1:{gateway.port}/status/events") as response:
+            assert response.status in (404, 405)
+        async with http.head(f"http://127.0.0.1:{gateway.port}/status/") as response:
+            assert response.status == 200
 
 
 async def test_frames_are_read_only_while_somebody_looks(gateway: Gateway, relay: Any) -> None:

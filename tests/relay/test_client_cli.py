@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from relay.client_config import ClientConfig
-from wire.messages import Done, OpenSession, TextDelta
+from wire.messages import Done, Error, OpenSession, TextDelta
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 20.0
@@ -26,18 +26,27 @@ REPORT = {
 }  # fmt: skip
 
 
-async def start(relay: Any, *argv: str, stdin: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
+async def start(
+    relay: Any,
+    *argv: str,
+    stdin: int = asyncio.subprocess.PIPE,
+    stdout: int = asyncio.subprocess.PIPE,
+    shell: str = "",
+    **variables: str,
+) -> asyncio.subprocess.Process:
+    """Start the command, by a shell that runs it as "$@" where one is given."""
     command, *flags = argv
     environment = {**os.environ, "FOREDRAFT_SECRET": relay.secret, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "relay.client_cli", command, "--relay", relay.url, *flags, stdin=stdin,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment, cwd=ROOT,
+        *(["sh", "-c", shell, "sh"] if shell else []), sys.executable, "-m", "relay.client_cli", command,
+        "--relay", relay.url, *flags, stdin=stdin, stdout=stdout, stderr=asyncio.subprocess.PIPE,
+        env=environment | variables, cwd=ROOT,
     )  # fmt: skip
 
 
 async def finish(process: asyncio.subprocess.Process, text: bytes | None = None) -> tuple[int | None, str, str]:
     out, err = await asyncio.wait_for(process.communicate(text), BOUND_S)
-    return process.returncode, out.decode(), err.decode()
+    return process.returncode, (out or b"").decode(), err.decode()
 
 
 def answer(verify: Any, session: str, *pieces: str, reason: str = "stop") -> None:
@@ -133,6 +142,94 @@ async def test_a_conversation_remembers_and_ends_with_the_input(relay: Any) -> N
         code, out, _ = await finish(process)
     assert code == 0
     assert out.count("> ") == 4
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+async def test_a_reader_that_goes_away_ends_the_request_quietly(relay: Any, flags: tuple[str, ...]) -> None:
+    verify = await relay.join("verify")
+    ours, theirs = os.pipe()
+    process = await start(relay, "chat", *flags, "why?", stdout=theirs)
+    os.close(theirs)
+    session = (await verify.expect(OpenSession)).session
+    os.close(ours)
+    verify.send(TextDelta(session=session, start=0, tokens=(1,), text="be"))
+    cancel = await asyncio.wait_for(verify.inbox.get(), BOUND_S)
+    assert cancel[1].type == "cancel"
+    verify.send(Done(session=session, finish_reason="cancelled", prompt_tokens=1, completion_tokens=1))
+    code, _, err = await finish(process)
+    assert (code, err) == (141, "")
+
+
+async def test_streams_that_the_caller_has_closed_are_no_error(relay: Any) -> None:
+    code, _, err = await finish(await start(relay, "chat", shell='exec "$@" <&-'))
+    assert (code, err) == (2, "foredraft chat: there is nothing to ask: give a text, or one on standard input\n")
+    verify = await relay.join("verify")
+    process = await start(relay, "chat", "why?", shell='exec "$@" >&-')
+    answer(verify, (await verify.expect(OpenSession)).session, "because")
+    code, out, err = await finish(process)
+    assert (code, out) == (0, "")
+    assert "2 tokens (stop)" in err
+
+
+async def test_no_locale_breaks_an_answer(relay: Any) -> None:
+    verify = await relay.join("verify")
+    process = await start(relay, "chat", "why?", PYTHONIOENCODING="ascii")
+    answer(verify, (await verify.expect(OpenSession)).session, "naïve 🙂")
+    code, out, _ = await finish(process)
+    assert (code, out) == (0, "na?ve ?")
+    process = await start(relay, "chat", "--json", "why?", PYTHONIOENCODING="ascii")
+    answer(verify, (await verify.expect(OpenSession)).session, "naïve 🙂")
+    code, out, _ = await finish(process)
+    assert (code, json.loads(out.splitlines()[0])["text"]) == (0, "naïve 🙂")
+
+
+async def test_in_a_terminal_control_characters_are_shown_and_not_obeyed(relay: Any) -> None:
+    text = "a\tb\r\n\x1b]0;title\x07\x9b2J"
+    verify = await relay.join("verify")
+    process = await start(relay, "chat", "why?")
+    answer(verify, (await verify.expect(OpenSession)).session, text)
+    assert (await finish(process))[1].encode() == text.encode(), "to a program they are the text that they are"
+    ours, theirs = pty.openpty()
+    process = await start(relay, "chat", "why?", stdout=theirs)
+    session = (await verify.expect(OpenSession)).session
+    verify.send(TextDelta(session=session, start=0, tokens=(1,), text=text))
+    verify.send(Error(session=session, code="target_failed", message="no\x1b[2J more"))
+    code, _, err = await finish(process)
+    assert (code, err) == (1, "foredraft-client: no\\x1b[2J more (target_failed)\n")
+    os.close(theirs)
+    assert os.read(ours, 1000).decode() == "a\tb\r\n\\x1b]0;title\\x07\\x9b2J\r\n", "and a line that was begun is ended"
+    os.close(ours)
+
+
+async def test_a_question_that_is_no_text_is_told_and_the_conversation_goes_on(relay: Any) -> None:
+    verify = await relay.join("verify")
+    async with terminal(relay, "chat") as (process, keyboard):
+        os.write(keyboard, b"caf\xe9\nfirst?\n")
+        request = await verify.expect(OpenSession)
+        assert [(turn.role, turn.content) for turn in request.messages] == [("user", "first?")]
+        answer(verify, request.session, "one")
+        os.write(keyboard, b"\x04")
+        code, _, err = await finish(process)
+    assert code == 0
+    assert "the text is not valid UTF-8, see character 4" in err
+
+
+async def test_an_answer_that_fails_does_not_end_the_conversation(relay: Any) -> None:
+    verify = await relay.join("verify")
+    async with terminal(relay, "chat") as (process, keyboard):
+        os.write(keyboard, b"first?\n")
+        answer(verify, (await verify.expect(OpenSession)).session, "one")
+        os.write(keyboard, b"second?\n")
+        session = (await verify.expect(OpenSession)).session
+        verify.send(Error(session=session, code="overloaded", message="all places are taken"))
+        os.write(keyboard, b"again?\n")
+        request = await verify.expect(OpenSession)
+        assert [turn.content for turn in request.messages] == ["first?", "one", "again?"]
+        answer(verify, request.session, "two")
+        os.write(keyboard, b"\x04")
+        code, _, err = await finish(process)
+    assert code == 0
+    assert "foredraft-client: all places are taken (overloaded)" in err
 
 
 async def test_the_panel_shows_sources_acceptance_and_the_round(relay: Any) -> None:

@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from relay.client import Delta, Finished
 from relay.panel import BAR_CHARS, PanelState, bar, render, shade
@@ -14,7 +15,7 @@ from relay.panel import BAR_CHARS, PanelState, bar, render, shade
 def finished(**report: float) -> Finished:
     return Finished(
         finish_reason="stop", prompt_tokens=1, completion_tokens=6, report=report, time_to_first_token_s=0.1,
-        tokens_per_s=12.0, time_per_output_token_s=0.1, num_chunks=3,
+        tokens_per_s=12.0, time_per_output_token_s=0.1, chunk_gap_s=0.2, num_chunks=3,
     )  # fmt: skip
 
 
@@ -65,3 +66,24 @@ def test_of_a_long_answer_the_end_is_shown_while_it_grows() -> None:
     assert "word10 " not in shown
     out.print(render(state))
     assert "word10 " in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_long_answer_costs_no_more_to_draw_than_what_is_shown_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = PanelState(started_at=0.0)
+    for start in range(5_000):
+        state.take(Delta("word ", (1,), start, ("plain",)), 1.0)
+    appended: list[str] = []
+    real = Text.append
+    monkeypatch.setattr(Text, "append", lambda self, *given: (appended.append(given[0]), real(self, *given))[1])
+    render(state, max_chars=100)
+    assert appended.count("word ") == 20
+
+
+def test_control_characters_of_an_answer_are_shown_and_not_obeyed() -> None:
+    state = PanelState(started_at=0.0)
+    state.take(Delta("a\x1b]52;c;eA==\x07b\x9bJ", (1,), 0, ("plain",)), 1.0)
+    out = Console(file=io.StringIO(), width=80)
+    out.print(render(state))
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert r"a\x1b]52;c;eA==\x07b\x9bJ" in shown
+    assert not {"\x1b", "\x07", "\x9b"} & set(shown)

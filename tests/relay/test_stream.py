@@ -34,6 +34,7 @@ def test_c078_time_per_token_is_not_the_gap_between_chunks() -> None:
     finished = reader.finish(60.0)
     assert finished.time_to_first_token_s == pytest.approx(0.3)
     assert finished.time_per_output_token_s == pytest.approx(0.9 / 39)
+    assert finished.chunk_gap_s == pytest.approx(0.1)
     assert finished.tokens_per_s == pytest.approx(40 / 1.2)
     assert finished.num_chunks == 10
 
@@ -53,4 +54,4 @@ def test_c078_one_token_has_no_time_per_token() -> None:
     reader = Reader()
     reader.get(1, "a", 52.0)
     finished = reader.finish(59.0)
-    assert (finished.time_per_output_token_s, finished.tokens_per_s) == (0.0, 0.5)
+    assert (finished.time_per_output_token_s, finished.chunk_gap_s, finished.tokens_per_s) == (0.0, 0.0, 0.5)

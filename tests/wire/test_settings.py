@@ -125,6 +125,15 @@ def test_tls_is_verified_always() -> None:
     assert context.check_hostname
 
 
+@pytest.mark.parametrize(("text", "reason"), [(None, "No such file"), ("no certificate", "CERTIFICATE")])
+def test_a_bad_file_of_an_authority_is_named(tmp_path: Path, text: str | None, reason: str) -> None:
+    path = tmp_path / "ca.pem"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(OSError, match=rf"--ca-file {path}: .*{reason}"):
+        ssl_context("wss://relay", path)
+
+
 @pytest.mark.usefixtures("logging_as_before")
 def test_debug_logging_does_not_turn_on_the_librarys_headers(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("debug")

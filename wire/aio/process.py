@@ -20,6 +20,7 @@ from wire.aio.spot import spot_notice
 from wire.errors import WireError
 from wire.messages import PROTOCOL_VERSION, Hello, ModelIdentity
 from wire.metrics import Family
+from wire.printable import one_line
 from wire.settings import NodeConfig, ssl_context
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def run_main(
             cause = cause.exceptions[0]
         if debug or not isinstance(cause, (WireError, OSError, *expected)):
             raise
-        told = " ".join(str(cause).split()) or type(cause).__name__
+        told = one_line(" ".join(str(cause).split())) or type(cause).__name__
         sys.stderr.write(f"foredraft-{program}: {told}\n")
         return EXIT_FAILURE
 
