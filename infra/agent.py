@@ -1,9 +1,10 @@
-"""What runs on an instance besides the node: `python -m infra.agent prepare` and `... watch-spot -- COMMAND`.
+"""What runs on an instance besides the node: `python -m infra.agent prepare`, `... follow-relay` and
+`... watch-spot -- COMMAND`.
 
 `prepare` runs as root before each start of the service: the shared secret, the relay's certificate, a hub token and a
-model
-from S3 go where the service can read them. `watch-spot` asks the instance's metadata for an interruption notice and, at
-the first, runs a command: the one that drains the node.
+model from S3 go where the service can read them. `follow-relay` puts the certificate of a relay that took another's
+place where the node looks when it dials again. `watch-spot` asks the instance's metadata for an interruption notice
+and, at the first, runs a command: the one that drains the node.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ log = logging.getLogger("infra.agent")
 
 METADATA = "http://169.254.169.254"
 POLL_S = 5.0
+FOLLOW_S = 30.0
 CERTIFICATE_DAYS = 90
 TOKEN_TTL_S = 300
 
@@ -174,6 +176,26 @@ def watch_spot(
     return told
 
 
+def follow_relay(
+    places: Places, *, client: Callable[..., Any] = boto3.client, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Keep the relay's certificate as it is published, for ever: a new relay machine makes a new one."""
+    config = json.loads(places.config.read_text())
+    ssm = client("ssm", region_name=config["parameter_region"])
+    path = places.runtime / "relay.pem"
+    while True:
+        sleep(FOLLOW_S)
+        try:
+            pem = str(ssm.get_parameter(Name=config["published_certificate_parameter"])["Parameter"]["Value"])
+        except (ClientError, BotoCoreError) as exc:
+            log.warning("the relay's certificate cannot be read: %s", exc)
+            continue
+        # Without the file the service is not running, and fetches it itself when it starts.
+        if path.exists() and path.read_text() != pem:
+            log.info("the relay has a new certificate")
+            write(path, pem, group="foredraft")
+
+
 def _parameter(ssm: Any, name: str, sleep: Callable[[float], None]) -> str:
     """Read a parameter; one that is not there yet is waited for, as is a role that is not known everywhere yet."""
     while True:
@@ -205,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="infra.agent", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare", help="fetch secrets, certificate and model")
+    commands.add_parser("follow-relay", help="keep the relay's certificate as it is published")
     watch = commands.add_parser("watch-spot", help="run a command on an interruption notice")
     watch.add_argument("--metadata", default=METADATA, help="address of the metadata service")
     watch.add_argument("run", nargs="+", metavar="COMMAND")
@@ -212,6 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     if given.command == "prepare":
         prepare(Places())
+    elif given.command == "follow-relay":
+        follow_relay(Places())
     else:
         watch_spot(given.metadata, given.run)
     return 0

@@ -113,6 +113,8 @@ def units(spec: Spec, machine: Machine, place: Place) -> dict[str, str]:
     }
     if machine.role == "relay":
         made["foredraft-tls.service"] = TLS_SERVICE
+    elif not spec.access.certificate_parameter:
+        made["foredraft-certificate.service"] = CERTIFICATE_SERVICE.format(home=HOME)
     if machine.market == "spot":
         made["foredraft-spot.service"] = SPOT_SERVICE.format(home=HOME)
     return made
@@ -135,9 +137,7 @@ def boot_script(spec: Spec, machine: Machine, place: Place) -> str:
         )
     else:
         package = f"{install} {shlex.quote(f'{name}[{extras}]' + (f'=={version}' if version else ''))}"
-    services = ["foredraft.service"]
-    services += ["foredraft-tls.service"] if machine.role == "relay" else []
-    services += ["foredraft-spot.service"] if machine.market == "spot" else []
+    services = [name for name in units(spec, machine, place) if not name.startswith("foredraft-ttl")]
     return BOOT.format(
         failed=FAILED,
         home=HOME,
@@ -238,6 +238,20 @@ PrivateTmp=yes
 WantedBy=multi-user.target
 """
 
+CERTIFICATE_SERVICE = """\
+[Unit]
+Description=Follow the certificate of the Foredraft relay
+After=foredraft.service
+
+[Service]
+ExecStart={home}/bin/python -m infra.agent follow-relay
+Restart=always
+RestartSec=5
+
+[Install]
+WantedBy=multi-user.target
+"""
+
 SPOT_SERVICE = """\
 [Unit]
 Description=Drain the Foredraft node on a spot interruption notice
@@ -301,8 +315,10 @@ export DEBIAN_FRONTEND=noninteractive PIP_ROOT_USER_ACTION=ignore AWS_DEFAULT_RE
 systemctl daemon-reload
 systemctl enable --now foredraft-ttl.timer
 
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends {packages}
+# At a first boot the machine's own upgrades may hold apt's locks, and a mirror may be in the middle of an update.
+again() {{ for pause in 5 10 20 40 60 0; do "$@" && return; sleep "$pause"; done; return 1; }}
+again apt-get update -qq
+again apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends {packages}
 id foredraft >/dev/null 2>&1 || useradd --system --home-dir {state} --shell /usr/sbin/nologin foredraft
 install -d -m 0755 {logs}
 install -d -m 0755 -o foredraft -g foredraft {state}

@@ -1,14 +1,15 @@
 """Tokens per second to expect of a placement, before anything is paid for.
 
-Where the repository is at hand, `scripts/simulate.py` is asked: the schedulers of the nodes under a virtual clock. It
-is run as a process of its own because this package imports nothing of ours. Elsewhere the closed form of the
-synchronous chain stands in (docs/design.md, "What the numbers say"): tokens per round (1 - a^(k+1)) / (1 - a) over
-round trip + k drafts + one pass, the better of it and decoding with the target alone, for the verify node decodes on
-while candidates are late.
+Where torch is installed, `scripts/simulate.py` is asked: the schedulers of the nodes under a virtual clock. It is run
+as a process of its own because this package imports nothing of ours. Elsewhere the closed form of the synchronous
+chain stands in (docs/design.md, "What the numbers say"): tokens per round (1 - a^(k+1)) / (1 - a) over round trip + k
+drafts + one pass, the better of it and decoding with the target alone, for the verify node decodes on while
+candidates are late.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from infra.errors import InfraError
 from infra.spec import Prediction
 
 SIMULATOR = Path(__file__).parents[1] / "scripts" / "simulate.py"
+SIMULATOR_S = 120.0
 MAX_CHAIN = 64
 
 
@@ -53,7 +55,8 @@ def forecast(prediction: Prediction, path_ms: float, *, simulator: Path = SIMULA
     Raises:
         InfraError: the simulator is there and fails, for example over an unknown growth policy.
     """
-    if not simulator.exists():
+    # The simulator comes with the package, torch does not: who provisions need not have it.
+    if not simulator.exists() or importlib.util.find_spec("torch") is None:
         return closed_form(prediction, path_ms)
     arguments = {
         "--rtt-ms": path_ms,
@@ -63,7 +66,12 @@ def forecast(prediction: Prediction, path_ms: float, *, simulator: Path = SIMULA
         "--growth": prediction.growth,
     }
     command = [sys.executable, str(simulator), *(str(part) for pair in arguments.items() for part in pair)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=simulator.parents[1], check=False, timeout=120)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=simulator.parents[1], check=False, timeout=SIMULATOR_S
+        )
+    except subprocess.TimeoutExpired:
+        return closed_form(prediction, path_ms)
     if done.returncode:
         raise InfraError(
             f"the simulator failed: {done.stderr.strip().splitlines()[-1] if done.stderr else done.returncode}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from infra.agent import Places, fetch_model, prepare, watch_spot
+from infra.agent import Places, fetch_model, follow_relay, prepare, watch_spot
 from infra.aws.client import Clients
 from infra.boot import Place, node_config
 from infra.spec import Machine
@@ -85,6 +85,40 @@ def test_a_node_waits_until_the_relay_has_published_its_certificate(clients: Cli
     prepare(places, client=client_for(clients), sleep=waits)
     assert waits.count == 3
     assert (places.runtime / "relay.pem").read_text() == "PEM"
+
+
+def test_the_certificate_of_a_relay_that_took_another_s_place_reaches_the_running_node(
+    clients: Clients, places: Places
+) -> None:
+    put_secret(clients)
+    configure(places, a_spec().nodes[0])
+    ssm = clients("ssm", "us-east-2")
+    seen: list[str] = []
+
+    def publish(pem: str) -> None:
+        ssm.put_parameter(Name="/foredraft/demo/relay-certificate", Value=pem, Type="String", Overwrite=True)
+
+    class Enough(Exception):
+        """The test has seen what it wanted."""
+
+    def sleep(seconds: float) -> None:
+        path = places.runtime / "relay.pem"
+        seen.append(path.read_text() if path.exists() else "none")
+        match len(seen):
+            case 2:
+                publish("NEW")
+            case 4:
+                path.unlink()
+            case 5:
+                ssm.delete_parameter(Name="/foredraft/demo/relay-certificate")
+            case 7:
+                raise Enough
+
+    publish("OLD")
+    prepare(places, client=client_for(clients), sleep=Waits())
+    with pytest.raises(Enough):
+        follow_relay(places, client=client_for(clients), sleep=sleep)
+    assert seen == ["OLD", "OLD", "NEW", "NEW", "none", "none", "none"]
 
 
 def test_a_certificate_of_ones_own_comes_from_the_parameter_store(clients: Clients, places: Places) -> None:

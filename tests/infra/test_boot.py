@@ -17,7 +17,7 @@ import yaml
 
 from infra import boot
 from infra.aws.client import Clients
-from infra.boot import Place, command, units, user_data
+from infra.boot import Place, boot_script, command, units, user_data
 from infra.health import Health, RelayAddress, probe
 from infra.spec import Machine, Spec
 from tests.infra.doubles import a_spec, a_table
@@ -97,6 +97,27 @@ def test_the_spot_watcher_runs_on_spot_machines_alone_and_the_time_to_live_on_al
     assert "foredraft-spot.service" in draft
     for made in (relay, verify, draft):
         assert "OnCalendar=2026-12-01 16:00:00 UTC" in made["foredraft-ttl.timer"]
+
+
+def test_only_nodes_that_trust_the_relay_s_own_certificate_follow_it() -> None:
+    own = a_table()["relay"] | {"domain": "x.example.org", "certificate_parameter": "/c", "key_parameter": "/k"}
+    for spec, wanted in ((SPEC, ["verify-0", "draft-0"]), (a_spec(relay=own), [])):
+        following = [m.slot for m in spec.machines if "foredraft-certificate.service" in units(spec, m, PLACE)]
+        assert following == wanted
+        started = [m.slot for m in spec.machines if " foredraft-certificate.service" in boot_script(spec, m, PLACE)]
+        assert started == wanted
+
+
+def test_what_apt_s_locks_or_a_mirror_hold_up_is_tried_again() -> None:
+    script = boot_script(SPEC, SPEC.relay, PLACE)
+    function = next(line for line in script.splitlines() if line.startswith("again()"))
+    flaky = 'tries=0; flaky() { tries=$((tries + 1)); test $tries -ge "$1"; }; sleep() { :; }'
+    for needed, told in ((3, "3"), (99, "no")):
+        text = f"set -euo pipefail\ntrap 'echo no' ERR\n{function}\n{flaky}\nagain flaky {needed}\necho $tries"
+        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, timeout=20)
+        assert done.stdout == f"{told}\n", done.stderr
+    assert "again apt-get update" in script
+    assert "DPkg::Lock::Timeout=300 install" in script
 
 
 def test_nodes_dial_the_relay_over_tls_with_its_own_certificate() -> None:

@@ -103,3 +103,14 @@ def test_a_growth_policy_that_the_simulator_does_not_know_is_an_error() -> None:
     wrong = Prediction(verify_ms=34, draft_ms=3, acceptance=0.8, growth="forest:9")
     with pytest.raises(InfraError, match="the simulator failed"):
         forecast(wrong, 86)
+
+
+def test_a_machine_without_torch_gets_the_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator is in the wheel, torch is not among what `pip install 'foredraft[infra]'` brings."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert forecast(a_spec().prediction, 51.9) == closed_form(a_spec().prediction, 51.9)
+
+
+def test_a_simulator_that_takes_too_long_does_not_stop_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.predict.SIMULATOR_S", 0.01)
+    assert forecast(a_spec().prediction, 51.9) == closed_form(a_spec().prediction, 51.9)

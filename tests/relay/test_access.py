@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import ssl
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import trustme
 
+from infra.agent import make_certificate
 from relay.access import Access
 from relay.config import RelayConfig
 from relay.credentials import CredentialsError
@@ -344,3 +346,50 @@ async def test_c080_a_file_that_is_away_is_told_a_few_times(
     while looks < 50:
         await asyncio.to_thread(os.stat, tmp_path)
     assert sum("stay as they were" in r.getMessage() for r in caplog.records) <= MAX_BURST
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_a_node_comes_back_to_a_relay_that_made_itself_a_new_certificate(
+    start_relay: Any, tmp_path: Path, target: ModelIdentity
+) -> None:
+    """As on AWS: another relay machine at the same address, with a certificate of the same name by another key."""
+    served, trusted = tmp_path / "served.pem", tmp_path / "trusted.pem"
+
+    def certificate(name: str) -> bytes:
+        make_certificate(tmp_path / name, "127.0.0.1")
+        return (tmp_path / name / "relay.key").read_bytes() + (tmp_path / name / "relay.pem").read_bytes()
+
+    old, new = [await asyncio.to_thread(certificate, name) for name in ("old", "new")]
+    await asyncio.to_thread(served.write_bytes, old)
+    await asyncio.to_thread(shutil.copy, tmp_path / "old" / "relay.pem", trusted)
+    relay = await start_relay(tls_cert=served, reload_s=0.01)
+    url = relay.url.replace("ws://", "wss://")
+    links: asyncio.Queue[Any] = asyncio.Queue()
+
+    class User:
+        def on_link(self, link: Any) -> None:
+            links.put_nowait(link)
+
+        def on_link_lost(self) -> None: ...
+
+        def on_frame(self, frame: bytes, now: float) -> None: ...
+
+    context = await asyncio.to_thread(ssl_context, url, trusted)
+    node = asyncio.create_task(
+        keep_linked(
+            User(), url=url, secret=relay.secret, hello=hello("verify", target), ssl_context=context, ca_file=trusted
+        )
+    )
+    first = await asyncio.wait_for(links.get(), BOUND_S)
+    await asyncio.to_thread(served.write_bytes, new)
+    refused = False
+    while not refused:
+        try:
+            await (await dial(url, secret=relay.secret, hello=hello("client"), ssl_context=context)).close()
+        except LinkLost as exc:
+            refused = "certificate verify failed" in str(exc)
+    await first.close()
+    await asyncio.to_thread(shutil.copy, tmp_path / "new" / "relay.pem", trusted)
+    await asyncio.wait_for(links.get(), BOUND_S)
+    node.cancel()
+    await asyncio.wait([node])

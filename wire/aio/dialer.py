@@ -65,6 +65,7 @@ async def keep_linked(
     hello: Hello,
     ssl_context: ssl.SSLContext | None,
     secret_file: Path | None = None,
+    ca_file: Path | None = None,
     on_first_link: Callable[[], None] = lambda: None,
     rng: random.Random | None = None,
 ) -> None:
@@ -75,6 +76,7 @@ async def keep_linked(
 
     Args:
         secret_file: read again before each link but the first, so that the secret can be changed without a restart.
+        ca_file: read again too: what stands in it by then is trusted as well.
 
     Raises:
         Refused, PeerMismatch, VersionMismatch: trying again as we are would not help.
@@ -90,6 +92,11 @@ async def keep_linked(
                 secret = await asyncio.to_thread(read_secret_file, secret_file)
             except (OSError, UnicodeDecodeError) as exc:
                 log.warning("the secret file cannot be read, the last secret is used: %s", type(exc).__name__)
+        if ssl_context is not None and ca_file is not None and was_up:
+            try:
+                await asyncio.to_thread(ssl_context.load_verify_locations, ca_file)
+            except OSError as exc:
+                log.warning("the file of the private authority cannot be read: %s", exc)
         try:
             link = await dial(url, secret=secret, hello=hello, ssl_context=ssl_context)
         except (LinkLost, PeerMismatch) as exc:

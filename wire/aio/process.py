@@ -158,6 +158,7 @@ async def run_node(node: Node, stop: asyncio.Event, *, config: NodeConfig, role:
             secret_file=config.secret_file,
             hello=hello,
             ssl_context=ssl_context(config.relay, config.ca_file),
+            ca_file=config.ca_file,
             on_first_link=lambda: announce(model=model.name, **status_port),
         )
         running = [
