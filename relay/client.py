@@ -19,7 +19,7 @@ import logging
 import random
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 
 from relay.errors import RequestFailed
@@ -126,13 +126,13 @@ class StreamClient:
     async def stream(
         self,
         *,
-        messages: Sequence[tuple[str, str] | ChatMessage] | None = None,
+        messages: Sequence[tuple[str, str] | Mapping[str, str] | ChatMessage] | None = None,
         prompt: str | None = None,
         prompt_ids: Sequence[int] | None = None,
         model: str = "",
         max_tokens: int = 0,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         logprobs: int | None = None,
         speculate: bool = True,
         ignore_eos: bool = False,
@@ -142,7 +142,8 @@ class StreamClient:
         """Send a request; yields `Delta`s and, last, one `Finished`. Give one of messages, prompt and prompt_ids.
 
         Args:
-            messages: (role, content) turns.
+            messages: turns, as (role, content) or as {"role": ..., "content": ...}.
+            stop: one string or several, at which the answer ends.
             session: a name of the caller's for `cancel`, unique among all clients of the relay; one is made up.
             on_waiting: told the place of the request in the line of those that wait for the target, 1 being the next,
                 whenever that changes; not at all where it is served at once.
@@ -160,7 +161,7 @@ class StreamClient:
             prompt_ids=tuple(prompt_ids) if prompt_ids is not None else None,
             sampling=sampling or Sampling(),
             max_tokens=max_tokens,
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logprobs=logprobs,
             speculate=speculate,
             ignore_eos=ignore_eos,
@@ -349,5 +350,11 @@ class StreamClient:
         asyncio.get_running_loop().call_later(self._rng.uniform(0.2, 0.4), self._reopen, stream)
 
 
-def _turn(turn: tuple[str, str] | ChatMessage) -> ChatMessage:
-    return turn if isinstance(turn, ChatMessage) else ChatMessage(role=turn[0], content=turn[1])
+def _turn(turn: tuple[str, str] | Mapping[str, str] | ChatMessage) -> ChatMessage:
+    if isinstance(turn, ChatMessage):
+        return turn
+    if isinstance(turn, Mapping):
+        if turn.keys() != {"role", "content"}:
+            raise ProtocolError(f"messages: a turn has a role and a content, got {', '.join(map(repr, turn))}")
+        return ChatMessage(**turn)
+    return ChatMessage(role=turn[0], content=turn[1])

@@ -206,6 +206,18 @@ async def test_a_request_that_breaks_a_limit_is_refused_on_submit(client: Stream
         await collect(client, prompt="x", max_tokens=-1)
 
 
+async def test_turns_come_in_the_openai_form_too_and_one_stop_string_is_one(client: StreamClient, verify: Any) -> None:
+    turns = [{"role": "system", "content": "be brief"}, ("user", "hi")]
+    streaming = asyncio.create_task(collect(client, messages=turns, stop="END"))
+    request = await verify.expect(OpenSession)
+    assert request.messages == (ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hi"))
+    assert request.stop == ("END",)
+    verify.send(done(request.session, 0))
+    await asyncio.wait_for(streaming, BOUND_S)
+    with pytest.raises(ProtocolError, match="messages: a turn has a role and a content, got 'role', 'text'"):
+        await collect(client, messages=[{"role": "user", "text": "hi"}])
+
+
 async def test_a_wrong_secret_is_refused_and_the_secret_is_not_told(relay: Any) -> None:
     with pytest.raises(Refused) as refused:
         async with StreamClient(relay.url, secret="not-the-secret"):
