@@ -38,7 +38,7 @@ from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell, SlotCall
 from wire.aio.trace import TraceWriter
 from wire.codec import session_of
-from wire.errors import in_words
+from wire.errors import ProtocolError, in_words
 from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, Tokenize, Tokenized
 from wire.metrics import Family, counter, gauge, labelled
 
@@ -234,6 +234,9 @@ class VerifyNode(NodeShell):
             self.send(Tokenized(session=message.session, tokens=tuple(tokens), text=text, context_length=length))
         except RequestRefused as exc:
             self.send(Error(session=message.session, code=exc.code, message=str(exc)))
+        except ProtocolError as exc:
+            # Many ids or much text: asked for in parts, they can be had.
+            self.send(Error(session=message.session, code="bad_request", message=f"too much for one answer: {exc}"))
         except Exception as exc:
             log.exception("session %s: could not be tokenized", message.session)
             self.send(Error(session=message.session, code="bad_request", message=in_words(exc)))

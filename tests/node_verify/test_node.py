@@ -22,7 +22,7 @@ from speculation.selection import BestFirst
 from wire.aio.quiet import MAX_BURST
 from wire.aio.trace import TraceWriter
 from wire.codec import encode
-from wire.messages import Cancel, ChatMessage, Done, Error, Message, OpenSession, Paired, TextDelta
+from wire.messages import Cancel, ChatMessage, Done, Error, Message, OpenSession, Paired, TextDelta, Tokenize
 
 VOCAB = 64
 
@@ -38,6 +38,9 @@ class Letters:
 
     def special_id(self, text: str) -> int | None:
         return int(text.strip("<>")) if text.startswith("<") else None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(0x100 + token) for token in ids)
 
     def decode_stream(self, prompt_ids: list[int]) -> DecodeStream:
         return self
@@ -59,6 +62,7 @@ class FakeLink:
         self.ended: dict[str, asyncio.Event] = {}
 
     def send(self, message: Message) -> None:
+        encode(message)
         session = str(getattr(message, "session", ""))
         self.sent.setdefault(session, []).append(message)
         if isinstance(message, (Done, Error)):
@@ -294,3 +298,15 @@ async def test_a_prompt_that_is_still_being_tokenized_is_not_taken_for_its_succe
     assert done.prompt_tokens == len("another")
     request(node, "next", 1)
     assert isinstance(await ended(link, "next"), Done)
+
+
+async def test_ids_and_text_that_fit_no_frame_are_the_askers_fault(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, link, _ = start("", ValueError())
+    node.on_frame(encode(Tokenize(session="t", prompt="x" * 400_000)), node.now())
+    error = await ended(link, "t")
+    assert isinstance(error, Error)
+    assert error.code == "bad_request"
+    assert error.message.startswith("too much for one answer: tokenized has ")
+    assert not [record for record in caplog.records if record.exc_info]
