@@ -22,7 +22,7 @@ from engine.runner import DraftRunner
 from node_draft.config import DraftConfig
 from node_draft.node import DraftNode
 from node_draft.scheduler import DraftScheduler
-from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals
+from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals, unless_stopped
 from wire.aio.trace import TraceWriter
 from wire.messages import ModelIdentity
 from wire.settings import setup_logging
@@ -72,7 +72,7 @@ async def serve(config: DraftConfig) -> int:
     """Load, then draft until SIGTERM; the exit code."""
     stop = stop_on_signals()
     executor = ModelExecutor("drafter")
-    identity, drafter = await executor.run(load, config)
+    identity, drafter = await unless_stopped(stop, executor.run(load, config))
     trace = TraceWriter(config.trace)
     node = DraftNode(
         scheduler=DraftScheduler(

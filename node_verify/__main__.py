@@ -22,7 +22,7 @@ from node_verify.node import VerifyNode
 from node_verify.scheduler import VerifyScheduler
 from speculation.costs import PassCosts
 from speculation.selection import BestFirst
-from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals
+from wire.aio.process import EXIT_OK, run_main, run_node, stop_on_signals, unless_stopped
 from wire.aio.trace import TraceWriter
 from wire.messages import ModelIdentity
 from wire.settings import setup_logging
@@ -70,7 +70,7 @@ async def serve(config: VerifyConfig) -> int:
     """Load, then serve until SIGTERM; the exit code."""
     stop = stop_on_signals()
     executor = ModelExecutor("target")
-    checkpoint, target, costs = await executor.run(load, config)
+    checkpoint, target, costs = await unless_stopped(stop, executor.run(load, config))
     identity = await executor.run(checkpoint.identity)
     trace = TraceWriter(config.trace)
     node = VerifyNode(

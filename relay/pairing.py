@@ -57,6 +57,11 @@ class Peer:
         """Whether a draft node can take one more session; a full one would refuse. A verify node queues."""
         return self.load < 1 and not self.draining
 
+    def is_called_like(self, other: Peer) -> bool:
+        """Whether the two may be one node that has come twice."""
+        mine, its = self.hello, other.hello
+        return (mine.role, mine.name, self.credential) == (its.role, its.name, other.credential)
+
     @property
     def model(self) -> ModelIdentity:
         """What a node serves."""

@@ -19,7 +19,7 @@ from relay.credentials import Credential, Identity
 from relay.farewell import CLOSE_CODES, close_link, say_goodbye
 from relay.limits import Pace
 from relay.local import FrameTap, LocalLink
-from relay.pairing import MAX_SESSIONS_PER_CLIENT
+from relay.pairing import MAX_SESSIONS_PER_CLIENT, Peer
 from relay.router import Router
 from relay.status import Totals, page
 from wire.aio.health import Pulse
@@ -258,6 +258,8 @@ class RelayServer:
             await close_link(link, CLOSE_CODES[refusal.code], refusal.reason)
             return None
         log.info("< %s is %s %s: %s", peer_id, hello.role, hello.name, hello.model or "no model")
+        if hello.role != "client":
+            self._doubt_others(self.router.peers[peer_id])
         self.trace.write("peer_joined", now, peer=peer_id, role=hello.role, name=hello.name)
         if hello.role == "client":
             link.on_write = None  # nothing that is timed goes to clients
@@ -276,6 +278,13 @@ class RelayServer:
         await link.accept(welcome)
         self._perform(actions, now)
         return hello
+
+    def _doubt_others(self, new: Peer) -> None:
+        """A node has come: links of its name may be its own, from before its way to us broke without a word."""
+        for other_id, other in self.router.peers.items():
+            link = self.links.get(other_id)
+            if other_id != new.id and isinstance(link, Link) and other.is_called_like(new):
+                link.doubt()
 
     async def _attend(self, peer_id: str, link: Link) -> None:
         """Carry a peer's frames until its link ends."""

@@ -43,6 +43,8 @@ from wire.errors import LinkLost, PeerMismatch, ProtocolError, Refused, VersionM
 from wire.messages import PROTOCOL_VERSION, Error, Hello, Ping, Pong, Welcome
 
 NUM_RTT_SAMPLES = 15
+DOUBT_S = 2.0
+"""The timeout of a Ping to a peer that seems to have come again."""
 OWN_FRAMES = frozenset({Ping.type, Pong.type, Error.type, Hello.type, Welcome.type})
 """Types that the machine looks at on an open link; nearly every frame is of another."""
 FATAL: dict[str, type[WireError]] = {"mismatch": PeerMismatch, "version": VersionMismatch}
@@ -106,7 +108,7 @@ class Connection:
         self._deadline: float | None = now + handshake_timeout_s  # of the handshake
         self._handshake_timeout_s = handshake_timeout_s
         self._out: list[bytes] = []
-        self._interval_s = self._timeout_s = 0.0
+        self._interval_s = self._timeout_s = self._patience_s = 0.0
         self._next_ping_at = 0.0
         self._ping_number = 0
         self._ping_sent_at: float | None = None
@@ -200,6 +202,12 @@ class Connection:
             raise ProtocolError(f"{kind} came on a link that is open already")
         return [Received(kind, session, frame)]
 
+    def doubt(self, now: float) -> None:
+        """The peer seems to have come by another link: it is asked whether it is here too, and has little time."""
+        if self.state is State.OPEN:
+            self._ping(now)
+            self._patience_s = min(self._timeout_s, DOUBT_S)
+
     def next_timer(self) -> float | None:
         """When `on_timer` wants to be called; None for not at all."""
         if self.state is State.OPEN:
@@ -207,7 +215,7 @@ class Connection:
                 return self._next_ping_at
             if self._heard_at > self._ping_sent_at:
                 return self._heard_at + self._interval_s
-            return self._ping_sent_at + self._timeout_s
+            return self._ping_sent_at + self._patience_s
         return self._deadline if self.state is not State.CLOSED else None
 
     def on_timer(self, now: float) -> None:
@@ -223,7 +231,7 @@ class Connection:
             self._move(State.CLOSED)
             raise LinkLost(f"the peer did not complete its handshake within {self._handshake_timeout_s:g} s")
         late_s = now - due
-        stalled = late_s > self._timeout_s / 2
+        stalled = late_s > self._patience_s / 2
         if stalled:
             self._stalled_s += late_s
             self._stalled_since_pong_s += late_s
@@ -236,7 +244,7 @@ class Connection:
         stalled_s = self._stalled_since_pong_s
         blamed = f"; our own event loop was blocked for {stalled_s:.1f} s of it" if stalled_s else ""
         raise LinkLost(
-            f"peer silent for {now - self._heard_at:.1f} s (no answer to a ping within {self._timeout_s:g} s{blamed})"
+            f"peer silent for {now - self._heard_at:.1f} s (no answer to a ping within {self._patience_s:g} s{blamed})"
         )
 
     def _shake_hands(self, frame: bytes, now: float) -> list[Event]:
@@ -296,11 +304,13 @@ class Connection:
         self.welcome = welcome
         self._deadline = None
         self._interval_s, self._timeout_s = welcome.ping_interval_s, welcome.ping_timeout_s
+        self._patience_s = self._timeout_s
         self._next_ping_at = now
 
     def _ping(self, now: float) -> None:
         self._ping_number += 1
         self._ping_sent_at = now
+        self._patience_s = self._timeout_s
         self._out.append(encode(Ping(number=self._ping_number)))
 
     def _on_pong(self, frame: bytes, now: float) -> None:
@@ -313,6 +323,7 @@ class Connection:
         settled = len(self._rtts) >= NUM_RTT_SAMPLES // 3
         self._next_ping_at = now + (self._interval_s if settled else min(self._interval_s, 0.2))
         self._ping_sent_at = None
+        self._patience_s = self._timeout_s
         self._stalled_since_pong_s = 0.0
 
     def _expect(self, state: State) -> None:

@@ -204,7 +204,7 @@ def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
     Raises:
         OSError: the file of the authority is not good; the message names it.
     """
-    if not url.startswith("wss://"):
+    if not url.lower().startswith("wss://"):
         return None
     context = ssl.create_default_context()
     if ca_file is not None:

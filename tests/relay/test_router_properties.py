@@ -123,7 +123,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(peer=PEERS)
     def leave(self, peer: str) -> None:
-        was = {s.id: s.draft for s in self.router.sessions.values()}
+        was = self.pairings()
         self.connected.pop(peer, None)
         actions = self.router.on_gone(peer, self.now)
         self.check(actions)
@@ -132,49 +132,66 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(peer=PEERS, session=SESSIONS, kind=st.integers(0, 15))
     def frame(self, peer: str, session: str, kind: int) -> None:
         frame = frames(session)[kind]
-        was = {s.id: s.draft for s in self.router.sessions.values()}
+        was = self.pairings()
         actions = self.router.on_frame(peer, frame, self.now)
         self.check(actions)
         # An Error between verify and draft node frees the session there as a Release does.
-        told = {session: was[session]} if peek(frame)[0] == "error" and was.get(session) else {}
+        told = {session: was[session][0]} if peek(frame)[0] == "error" and session in was else {}
         self.check_releases(was, actions, told)
 
     @rule(peer=PEERS, frame=st.binary(max_size=20))
     def garbage(self, peer: str, frame: bytes) -> None:
-        was = {s.id: s.draft for s in self.router.sessions.values()}
+        was = self.pairings()
         actions = self.router.on_frame(peer, frame, self.now)
         self.check(actions)
         self.check_releases(was, actions, told={})
 
     @rule(peer=PEERS)
     def slow(self, peer: str) -> None:
-        was = {s.id: s.draft for s in self.router.sessions.values()}
+        was = self.pairings()
         actions = self.router.expel(peer, "slow_consumer", "slow", self.now)
         self.check(actions)
         self.check_releases(was, actions, told={})
 
-    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
+    @rule(session=SESSIONS, kind=st.sampled_from([0, 10]))
+    def full(self, session: str, kind: int) -> None:
+        """The request, or candidates, of a session do not fit the queue to its verify node."""
+        known = self.router.sessions.get(session)
+        if known is None or known.verify is None:
+            return
+        was = self.pairings()
+        actions = self.router.on_queue_full(known.verify, frames(session)[kind], "full", self.now)
+        self.check(actions)
+        self.check_releases(was, actions, told={})
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.0]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        was = {s.id: s.draft for s in self.router.sessions.values()}
+        was = self.pairings()
         actions = self.router.on_timer(self.now)
         self.check(actions)
         self.check_releases(was, actions, told={})
 
-    def check_releases(self, was: dict[str, str | None], actions: list[Action], told: dict[str, str | None]) -> None:
-        """A draft node that has lost a session is released exactly once, unless it has left or knows already."""
+    def pairings(self) -> dict[str, tuple[str | None, int]]:
+        """Of each session, its draft node and the epoch."""
+        return {session.id: (session.draft, session.epoch) for session in self.router.sessions.values()}
+
+    def check_releases(
+        self, was: dict[str, tuple[str | None, int]], actions: list[Action], told: dict[str, str | None]
+    ) -> None:
+        """A draft node that has lost a session, if only to get it again under the next epoch, is released exactly once,
+        unless it has left or knows already."""
         released = [
             (a.message.session, a.peer) for a in actions if isinstance(a, Send) and isinstance(a.message, Release)
         ]
         assert len(released) == len(set(released))
-        for session, draft in was.items():
-            now = self.router.sessions.get(session)
-            lost = draft is not None and (now is None or now.draft != draft)
-            expected = lost and draft in self.connected and told.get(session) != draft
+        is_now = self.pairings()
+        for session, (draft, epoch) in was.items():
+            lost = draft is not None and is_now.get(session) != (draft, epoch)
             if told.get(session) != draft:
-                assert ((session, draft) in released) == expected
+                assert ((session, draft) in released) == (lost and draft in self.connected)
         for session, draft in released:
-            assert was.get(session) == draft
+            assert was[session][0] == draft
 
     @invariant()
     def books_balance(self) -> None:
@@ -196,6 +213,8 @@ class RouterMachine(RuleBasedStateMachine):
                 assert router.peers[session.draft].model.tokenizer == router.peers[session.verify].model.tokenizer
         assert router.kept_bytes == sum(s.kept.num_bytes for s in router.sessions.values() if s.kept is not None)
         assert router.kept_bytes <= router.max_kept_bytes
+        for node, _ in (key for key in router.deadlines if key[1] in ("move", "room")):
+            assert router.peers[node].hello.role == "verify"
         assert not any(held.values()), "a peer holds a session that it has no part in"
         for peer in router.peers.values():
             if peer.hello.role == "draft":

@@ -476,3 +476,22 @@ async def test_a_drained_relay_has_sent_what_was_queued(start_relay: StartRelay)
     assert kinds[-1] == "done"
     assert thin.close_code == 1001
     await asyncio.wait_for(draining, BOUND_S)
+
+
+async def test_a_node_that_comes_again_does_not_wait_for_the_end_of_its_dead_link(
+    relay: Any, target: ModelIdentity
+) -> None:
+    """The way of a node broke without a word, and it is back by another: its sessions go on there, long before the
+    timeouts of a dead link."""
+    dead = await connect(relay.url, additional_headers={"Authorization": f"Bearer {relay.secret}"}, ping_interval=None)
+    await dead.send(encode(Hello(protocol=1, role="verify", name="verify-1", model=target)).decode())
+    assert orjson.loads(await dead.recv())["type"] == "welcome"
+    (dead_id,) = relay.server.router.peers
+    client = await relay.join("client")
+    client.send(opening(speculate=False))
+    while not relay.server.router.sessions:  # noqa: ASYNC110  # there is nothing to wait on
+        await asyncio.sleep(0)
+    again = await relay.join("verify", name="verify-1")
+    assert await again.expect(OpenSession) == opening(speculate=False)
+    assert dead_id not in relay.server.router.peers
+    dead.transport.abort()

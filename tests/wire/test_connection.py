@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wire.aio.memory import LinkModel
 from wire.codec import decode, encode
-from wire.connection import TRANSITIONS, Connection, Event, Opened, PeerHello, Received, State
+from wire.connection import DOUBT_S, TRANSITIONS, Connection, Event, Opened, PeerHello, Received, State
 from wire.errors import LinkLost, PeerMismatch, ProtocolError, Refused, VersionMismatch
 from wire.messages import (
     MAX_FRAME_BYTES,
@@ -358,3 +358,27 @@ def test_who_does_not_read_does_not_call_the_peer_silent_and_is_heard_on() -> No
     connection.listening = True
     with pytest.raises(LinkLost, match="peer silent"):
         connection.on_timer(connection.next_timer() or 0.0)
+
+
+def test_a_peer_that_seems_to_have_come_again_has_little_time_to_say_that_it_is_here_too() -> None:
+    gone, here = opened(), opened()
+    for connection in (gone, here):
+        connection.on_timer(0.0)
+        connection.receive(encode(Pong(number=1)), 0.1)
+        sent(connection)
+        connection.doubt(1.0)
+        assert sent(connection) == [Ping(number=2)]
+        assert connection.next_timer() == 1.0 + DOUBT_S
+    here.receive(encode(Pong(number=2)), 1.5)
+    here.on_timer(1.0 + DOUBT_S)
+    with pytest.raises(LinkLost, match=r"peer silent for 2\.9 s \(no answer to a ping within 2 s\)"):
+        gone.on_timer(1.0 + DOUBT_S)
+    # From then on it has the time that everybody has.
+    assert here.next_timer() == 1.0 + DOUBT_S + TIMEOUT_S
+
+
+def test_a_blocked_loop_of_our_own_is_not_blamed_on_a_peer_in_doubt() -> None:
+    connection = opened()
+    connection.doubt(1.0)
+    connection.on_timer(1.0 + 2 * DOUBT_S)
+    connection.receive(encode(Pong(number=2)), 1.0 + 2 * DOUBT_S)

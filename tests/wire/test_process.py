@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import sys
 
 import pytest
 
@@ -17,6 +18,7 @@ from wire.aio.process import (
     ending_signals,
     run_main,
     stop_on_signals,
+    unless_stopped,
 )
 from wire.aio.quiet import MAX_BURST
 from wire.errors import LinkLost
@@ -114,3 +116,27 @@ def test_c080_no_descriptor_left_is_a_few_lines(caplog: pytest.LogCaptureFixture
     assert texts == [
         "nobody can be let in, open files are at their limit: [Errno 24] Too many open files"
     ] * MAX_BURST + ["something else"]
+
+
+async def test_a_process_that_loads_a_model_need_not_be_waited_for() -> None:
+    """Its thread is busy for minutes, and nobody depends on it yet."""
+    loading = (
+        "import asyncio, threading; from wire.aio.process import run_main, stop_on_signals, unless_stopped\n"
+        "async def main():\n"
+        "    stop = stop_on_signals()\n"
+        "    print('loading', flush=True)\n"
+        "    await unless_stopped(stop, asyncio.to_thread(threading.Event().wait))\n"
+        "run_main('verify', main)"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", loading, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), 20.0) == EXIT_OK
+
+
+async def test_what_is_loaded_in_time_is_used() -> None:
+    async def load() -> str:
+        return "a model"
+
+    assert await unless_stopped(asyncio.Event(), load()) == "a model"

@@ -199,6 +199,12 @@ class Link:
         with suppress(AttributeError):  # see `close`
             self.websocket.transport.abort()
 
+    def doubt(self) -> None:
+        """See `Connection.doubt`."""
+        self.connection.doubt(self._loop.time())
+        self._rearm.set()
+        self._put_own(self._loop.time())
+
     async def flush(self) -> None:
         """Wait until everything queued has been handed to the socket."""
         await self._drained.wait()
@@ -210,15 +216,14 @@ class Link:
             tasks.create_task(self._keep_alive(), name="link keepalive")
 
     async def _read(self, on_frame: OnFrame) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             frame = await self.websocket.recv(decode=False)
-            now = loop.time()
+            now = self._loop.time()
             self.num_read += 1
             self.bytes_read += len(frame)
             if self.pace is not None and (wait_s := self.pace(len(frame), now)) > 0:
                 await self._rest(wait_s)
-                now = loop.time()
+                now = self._loop.time()
             try:
                 if is_part(frame):
                     whole = self._assembler.take(frame)

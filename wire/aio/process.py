@@ -6,12 +6,13 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from wire.aio.dialer import LinkUser, keep_linked
 from wire.aio.health import StatusServer
@@ -24,6 +25,7 @@ from wire.printable import one_line
 from wire.settings import NodeConfig, ssl_context
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEAVE_BEFORE_S = 10.0
 """A spot instance's node is gone so long before its machine is."""
@@ -119,6 +121,19 @@ def stop_on_signals() -> asyncio.Event:
     for number in ending_signals():
         loop.add_signal_handler(number, on_signal, number)
     return stop
+
+
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
+    """Wait for what is done before there is a link, such as the loading of a model; when told to stop, end at once.
+
+    The thread that works cannot be interrupted, and may be at it for minutes; no session depends on it yet.
+    """
+    working, told = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([working, told], return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+        os._exit(EXIT_OK)
+    told.cancel()
+    return await working
 
 
 def announce(**fields: object) -> None:
