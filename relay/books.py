@@ -18,6 +18,8 @@ from wire.messages import PROBE_PREFIX, Cancel, Done, Error, OpenSession, Paired
 KEEP_S = 30.0
 TAKEOVER_WAIT_S = 10.0
 MAX_KEPT_BYTES = 64 << 20
+EPOCH_BLOCK, NUM_EPOCH_BLOCKS = 1024, 8192
+"""All epochs of so many pairings and sessions are below MAX_POSITION."""
 CLIENT_DUE, VERIFY_DUE, MOVE_DUE, ROOM_DUE = "client", "verify", "move", "room"
 """What a deadline is for: a client that is away, a session without a verify node, a node whose sessions move, one whose
 queue was full."""
@@ -79,6 +81,7 @@ class Books:
             target=verify.model,
             kept=KeptAnswer(frame, answer.committed if answer is not None else ()),
             resume_key=answer.resume_key if answer is not None else "",
+            epochs_from=self.num_opened % NUM_EPOCH_BLOCKS * EPOCH_BLOCK,
         )
         assert session.kept is not None
         self.kept_bytes += session.kept.num_bytes
@@ -288,7 +291,8 @@ class Books:
         session.draft = draft.id
         session.epoch += 1
         draft.sessions[session.id] = None
-        return [Send(session.verify, Paired(session=session.id, epoch=session.epoch, draft=draft.hello.name))]
+        epoch = session.epochs_from + session.epoch
+        return [Send(session.verify, Paired(session=session.id, epoch=epoch, draft=draft.hello.name))]
 
     def _unpair(self, session: Session) -> str:
         draft = session.draft

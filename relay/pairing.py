@@ -82,6 +82,8 @@ class Session:
         target: the model that serves; a replacement must have its fingerprint.
         kept: what a replacement and a client that was away need; None if that would take too much memory.
         last: the frame that ended the session, for a client that is away.
+        epochs_from: before its first epoch. Another for each session, as candidates may still be under way that were
+            drafted for an earlier one of the same name.
         epoch: counts its pairings with a draft node.
         refused: draft nodes that failed it.
         lost: how it lost its verify node, in words; "" while it is with its first one.
@@ -99,6 +101,7 @@ class Session:
     resume_key: str = ""
     last: bytes | None = None
     draft: str | None = None
+    epochs_from: int = 0
     epoch: int = 0
     refused: set[str] = field(default_factory=set)
     lost: str = ""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.actions import Action, ClosePeer, DropReason, Forward, Send, SessionEnded, SessionMoved
+from relay.books import EPOCH_BLOCK
 from relay.pairing import Peer, choose_verify
 from relay.router import Router
 from wire.codec import decode, encode
@@ -189,7 +190,7 @@ def test_a_session_waits_for_room_at_a_draft_node(router: Router) -> None:
     assert join(router, "draft", "draft", capacity=1) == []
     assert paired() in say(router, "client", OPEN)
     assert say(router, "client", replace(OPEN, session="t"))[1:] == []
-    assert say(router, "verify", DONE)[-1] == paired("t")
+    assert say(router, "verify", DONE)[-1] == paired("t", EPOCH_BLOCK + 1)
 
 
 def test_a_client_may_cancel_its_own_session_only(running: Router) -> None:
@@ -677,3 +678,12 @@ def test_a_request_that_comes_twice_counts_once(running: Router) -> None:
     assert running.drops[DropReason.REPEATED] == 1
     assert the_error(say(running, "client", replace(OPEN, prompt="another")))[2] == "bad_session"
     assert say(running, "verify", DONE)[0] == Forward("client", encode(DONE))
+
+
+def test_candidates_for_an_earlier_session_of_the_same_name_are_of_another_epoch(running: Router) -> None:
+    """They may arrive when the name is in use again; taken for the new one's, they would cost it its draft node."""
+    say(running, "verify", DONE)
+    _, pairing = say(running, "client", OPEN)
+    assert isinstance(pairing, Send)
+    assert isinstance(pairing.message, Paired)
+    assert pairing.message.epoch != CANDIDATES.epoch
