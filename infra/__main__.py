@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import io
 import logging
 import os
 import random
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ from infra.plan import Launch, plan_up
 from infra.predict import forecast
 from infra.readiness import Readiness, tail
 from infra.spec import Spec
-from infra.state import GLOBAL, Kind, Observed
+from infra.state import GLOBAL, Observed
 from infra.waiting import SystemClock, Waiter
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -51,7 +53,11 @@ class Session:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    """Tell the user. Nobody may be there any more: Ctrl-C ends `| tee` as well, and a roll-back must go on."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        sys.stdout = io.StringIO()
 
 
 def open_session(given: argparse.Namespace) -> Session:
@@ -164,7 +170,7 @@ def command_up(given: argparse.Namespace) -> int:
 def command_status(given: argparse.Namespace) -> int:
     session = open_session(given)
     observed = session.provider.observe(session.regions)
-    addresses = observed.of(Kind.ADDRESS)
+    addresses = observed.addresses()
     ready, relay = None, ""
     if addresses and observed.alive("relay"):
         look = readiness(session)
@@ -192,6 +198,14 @@ def find_instance(session: Session, slot: str) -> tuple[str, str]:
         known = ", ".join(m.slot for m in session.spec.machines)
         raise InfraError(f"{slot}: no such instance runs; the spec has {known}")
     return alive[0].region, alive[0].id
+
+
+def region_of_logs(session: Session, slot: str) -> str:
+    """Logs outlive their instance, and are wanted most when it has gone."""
+    machine = next((m for m in session.spec.machines if m.slot == slot), None)
+    if machine is None or len(machine.regions) > 1:
+        return find_instance(session, slot)[0]
+    return machine.regions[0]
 
 
 def command_ssh(given: argparse.Namespace) -> int:
@@ -226,10 +240,11 @@ def command_ssh(given: argparse.Namespace) -> int:
 
 def command_logs(given: argparse.Namespace) -> int:
     session = open_session(given)
-    region, instance_id = find_instance(session, given.slot)
     if given.boot:
+        region, instance_id = find_instance(session, given.slot)
         say(tail(session.provider.boot_log(region, instance_id), given.lines))
         return EXIT_OK
+    region = region_of_logs(session, given.slot)
     since_ms = int((time.time() - 60 * given.minutes) * 1000)
     while True:
         for line in session.provider.log_lines(region, given.slot, since_ms=since_ms):
@@ -258,6 +273,14 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
+def home_expanded(path: Path) -> Path:
+    """With the user's home in place of ~."""
+    try:
+        return path.expanduser()
+    except RuntimeError as exc:
+        raise InfraError(f"{path}: {exc}; give --state-dir") from exc
+
+
 def round_trip(text: str) -> tuple[frozenset[str], float]:
     """REGION:REGION=MS."""
     match = re.fullmatch(r"([a-z0-9-]+):([a-z0-9-]+)=(\d+(?:\.\d+)?)", text)
@@ -275,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--state-dir",
         type=Path,
-        default=Path.home() / ".foredraft",
+        default=Path("~/.foredraft"),
         help="where runs are written down (default: %(default)s)",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -324,8 +347,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     given = parser().parse_args(argv)
+    # A plain kill rolls back as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level="WARNING", stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
+        given.state_dir = home_expanded(given.state_dir)
         code: int = given.run_command(given)
         return code
     except NotReady as exc:
@@ -337,6 +363,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"foredraft-infra: {exc}\n")
         return EXIT_USAGE
     except InfraError as exc:
+        sys.stderr.write(f"foredraft-infra: {exc}\n")
+        return EXIT_FAILURE
+    except OSError as exc:
+        # Of the state folder: read-only, full.
         sys.stderr.write(f"foredraft-infra: {exc}\n")
         return EXIT_FAILURE
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from infra import plan as planning
-from infra.errors import AlreadyExists, InUse, Leftovers, NotFound, ProviderError, Transient
+from infra.errors import AlreadyExists, InfraError, InUse, Leftovers, NotFound, ProviderError, Transient
 from infra.journal import Journal
 from infra.launching import Launcher
 from infra.plan import (
@@ -107,16 +107,26 @@ class Applier:
         Raises:
             ProviderError, NotReady, KeyboardInterrupt: what stopped it, after the roll-back.
         """
-        regions = (GLOBAL, *spec.regions)
+        with self.journal.held():
+            if self.journal.damage:
+                raise InfraError(self.journal.damage)
+            return self._up(spec, best_relay_region, expires_at=expires_at, keep=keep, ready=ready)
+
+    def _up(
+        self, spec: Spec, best_relay_region: str, *, expires_at: str, keep: bool, ready: Callable[[Done], None]
+    ) -> Done:
+        regions = tuple(dict.fromkeys((GLOBAL, *spec.regions, *self.journal.regions)))
         before = self._observe_all(regions)
         done = Done(planning.plan_up(spec, best_relay_region, before), best_relay_region)
         done.relay_region = done.plan.relay_region
         for note in done.plan.notes:
             self._say(f"note: {note}")
         self._settle_expiry(before, expires_at)
+        self.journal.note_regions([done.relay_region, *(node.regions[0] for node in spec.nodes)])
         try:
-            done.relay_address = next((r.detail for r in before.of(Kind.ADDRESS, region=done.relay_region)), "")
-            done.instance_ids = {r.slot: r.id for r in before.alive()}
+            done.relay_address = next((r.detail for r in before.addresses(done.relay_region)), "")
+            stay = planning.kept(spec, done.relay_region, before)
+            done.instance_ids = {slot: instance.id for slot, instance in stay.items()}
             for action in done.plan.actions:
                 self._say(planning.describe(action))
                 self._perform(action, spec, done)
@@ -138,8 +148,12 @@ class Applier:
         for action in plan.actions:
             if isinstance(action, Launch):
                 data = self._user_data(action, plan.relay_region, "192.0.2.1", self.clock.utc().isoformat())
-                self._launcher.dry_run(action, data, own_network=spec.own_network)
-                self._say(f"would {planning.describe(action)}: allowed")
+                try:
+                    self._launcher.dry_run(action, data, own_network=spec.own_network)
+                    told = "allowed"
+                except NotFound as exc:
+                    told = f"not asked: {exc}"
+                self._say(f"would {planning.describe(action)}: {told}")
             else:
                 self._say(f"would {planning.describe(action)}")
         return plan
@@ -149,12 +163,17 @@ class Applier:
 
         Raises:
             Leftovers: something is left, or a region could not be looked into; names it all.
+            InfraError: another run is at work.
         """
-        observed, unseen = self._observe_each((GLOBAL, *regions))
+        with self.journal.held():
+            return self._down(dict.fromkeys((GLOBAL, *regions, *self.journal.regions)))
+
+    def _down(self, regions: Iterable[str]) -> int:
+        observed, unseen = self._observe_each(regions)
         observed = self._with_journal(observed)
         actions = planning.plan_down(observed)
         failures = self._remove(actions)
-        left, still_unseen = self._look_again((GLOBAL, *regions), anything=bool(actions))
+        left, still_unseen = self._look_again(regions, anything=bool(actions))
         problems = [f"{resource}{failures.get(resource.id, '')}" for resource in left]
         problems += [f"could not look into {region}: {exc}" for region, exc in {**unseen, **still_unseen}.items()]
         if problems:
@@ -188,7 +207,7 @@ class Applier:
             case AttachAddress(region, slot):
                 instance_id = done.instance_ids[slot]
                 self._launcher.await_life(region, {slot: instance_id})
-                retry(lambda: provider.attach_address(region, instance_id))
+                retry(lambda: provider.attach_address(region, done.relay_address, instance_id))
             case Terminate(_, resources):
                 for resource in resources:
                     self._begin_end(resource)
@@ -233,7 +252,7 @@ class Applier:
                     self.journal.refused(slot)
             for resource_id, why in failures.items():
                 self._say(f"could not remove {resource_id}{why}; run `down`")
-        except ProviderError as exc:
+        except (ProviderError, OSError) as exc:
             self._say(f"could not roll back: {exc}; run `down`")
 
     def _settled(self, regions: Sequence[str]) -> Observed | None:
@@ -256,6 +275,7 @@ class Applier:
     def _remove(self, actions: Sequence[Action]) -> dict[str, str]:
         """Carry out removals, past every error: what failed, by id, and why. All regions begin to end at once."""
         failures: dict[str, str] = {}
+        gateways: dict[str, set[str]] = {}
         for action in actions:
             if isinstance(action, Terminate):
                 self._say(planning.describe(action))
@@ -268,6 +288,12 @@ class Applier:
                 ending = [r for r in action.resources if r.id not in failures]
                 self._guarded(failures, [r.id for r in ending], partial(self._await_end, ending))
             elif isinstance(action, Delete):
+                if action.resource.kind is Kind.GATEWAY:
+                    gateways.setdefault(action.region, set()).add(action.resource.id)
+                if action.resource.kind is Kind.NETWORK and gateways.get(action.region, set()) & set(failures):
+                    # A gateway is looked for while there is a network; without one it would be left and not seen.
+                    failures[action.resource.id] = " (its gateway is left)"
+                    continue
                 self._say(planning.describe(action))
                 deadline_s = RETRY_S if action.region in stuck else END_S
                 call = partial(self._delete, action.resource, deadline_s=deadline_s)
@@ -308,7 +334,7 @@ class Applier:
     def _delete(self, resource: Resource, *, deadline_s: float = END_S) -> None:
         self.waiter.retry(lambda: self.provider.delete(resource), on=(InUse, Transient), deadline_s=deadline_s)
 
-    def _look_again(self, regions: Sequence[str], *, anything: bool) -> tuple[list[Resource], dict[str, ProviderError]]:
+    def _look_again(self, regions: Iterable[str], *, anything: bool) -> tuple[list[Resource], dict[str, ProviderError]]:
         """What is left; nothing to look for again when nothing was removed."""
         if not anything:
             return [], {}

@@ -6,8 +6,11 @@ everything is found by its tags without it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,21 +36,61 @@ class Journal:
     Attributes:
         expires_at: the time to live's end, part of the user data and so of what a token stands for.
         launches: by slot.
+        regions: where runs have made something since the deployment was last gone.
+        damage: why the file cannot be read, or "". `down` needs nothing of it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._read()
+
+    def _read(self) -> None:
         self.expires_at = ""
         self.launches: dict[str, LaunchEntry] = {}
-        if path.exists():
+        self.regions: list[str] = []
+        self.damage = ""
+        if not self._path.exists():
+            return
+        try:
+            values = json.loads(self._path.read_text(encoding="utf-8"))
+            if values["version"] != VERSION:
+                raise ValueError(f"version {values['version']}, this program writes {VERSION}")
+            self.expires_at = str(values["expires_at"])
+            self.launches = {slot: LaunchEntry(**entry) for slot, entry in values["launches"].items()}
+            self.regions = [str(region) for region in values.get("regions", ())]
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            self.damage = f"{self._path}: cannot be read ({exc}); remove it, everything is found by its tags"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs for this deployment away: each would make what the other has not yet told of.
+
+        Raises:
+            InfraError: another run is at work.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # A file of its own, for the journal is replaced at every change. The system frees it when the process dies.
+        path = self._path.with_suffix(".lock")
+        with path.open("w") as lock:
             try:
-                values = json.loads(path.read_text(encoding="utf-8"))
-                if values["version"] != VERSION:
-                    raise InfraError(f"{path}: version {values['version']}, this program writes {VERSION}; remove it")
-                self.expires_at = str(values["expires_at"])
-                self.launches = {slot: LaunchEntry(**entry) for slot, entry in values["launches"].items()}
-            except (ValueError, KeyError, TypeError) as exc:
-                raise InfraError(f"{path}: cannot be read ({exc}); remove it, everything is found by its tags") from exc
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # One that its last holder has removed since we opened it keeps nobody away.
+                if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    raise BlockingIOError
+            except BlockingIOError:
+                raise InfraError(f"{path.stem}: another `up` or `down` is at work; wait for its end") from None
+            try:
+                self._read()
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def note_regions(self, regions: Iterable[str]) -> None:
+        """Something is about to be made there: `down` looks there too, whatever the spec says by then."""
+        known = list(dict.fromkeys([*self.regions, *regions]))
+        if known != self.regions:
+            self.regions = known
+            self._write()
 
     def set_expiry(self, expires_at: str) -> None:
         self.expires_at = expires_at
@@ -71,7 +114,7 @@ class Journal:
 
     def clear(self) -> None:
         """The deployment is gone."""
-        self.expires_at, self.launches = "", {}
+        self.expires_at, self.launches, self.regions = "", {}, []
         self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
@@ -80,6 +123,7 @@ class Journal:
         values = {
             "version": VERSION,
             "expires_at": self.expires_at,
+            "regions": self.regions,
             "launches": {slot: asdict(entry) for slot, entry in self.launches.items()},
         }
         with temporary.open("w", encoding="utf-8") as file:

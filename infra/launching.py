@@ -10,12 +10,21 @@ from infra.journal import Journal, LaunchEntry
 from infra.plan import Launch
 from infra.provider import LaunchRequest, Provider
 from infra.spec import Spec
-from infra.state import Life
+from infra.state import Kind, Life
 from infra.waiting import Waiter
 
 LAUNCH_S = 120.0
 RUNNING_S = 300.0
 MISMATCH = "IdempotentParameterMismatch"
+
+
+def why_ended(provider: Provider, region: str, instance_id: str) -> str:
+    """What the cloud says about the end of an instance, in brackets: a quota, a key, a price; "" if it says nothing."""
+    try:
+        found = [r for r in provider.observe([region]).of(Kind.INSTANCE) if r.id == instance_id and r.reason]
+    except ProviderError:
+        return ""
+    return f" ({found[0].reason})" if found else ""
 
 
 class Launcher:
@@ -63,18 +72,25 @@ class Launcher:
                 raise
             self._journal.launched(machine.slot, instance_id)
             return instance_id
-        told = "; ".join(tried) or f"no zone offers {' or '.join(machine.instance_types)}"
-        raise CapacityError(
-            f"{machine.slot}: no capacity in {action.region}; tried {told}",
-            hint="list more instance_types or zones in the spec, another region, or the other market",
-        )
+        raise self._no_room(action, tried)
 
     def dry_run(self, action: Launch, user_data: str, *, own_network: bool) -> None:
-        """Would the first place be allowed?"""
+        """Would the first place that has room be allowed?
+
+        Raises:
+            CapacityError: no zone offers any of the types, or has a subnet.
+            NotFound: there is no network yet to ask with.
+            ProviderError: it would not be allowed.
+        """
+        tried = []
         for zone, instance_type in self._places(action):
             request = self._request(action, zone, instance_type, user_data, token="dry-run")
-            self._provider.launch(request, own_network=own_network, dry_run=True)
-            return
+            try:
+                self._provider.launch(request, own_network=own_network, dry_run=True)
+                return
+            except CapacityError as exc:
+                tried.append(f"{instance_type} in {zone}: {exc.code or exc}")
+        raise self._no_room(action, tried)
 
     def await_running(self, spec: Spec, relay_region: str, ids: Mapping[str, str]) -> None:
         """All of them run, as far as the cloud can tell; that says nothing yet about the nodes on them."""
@@ -101,11 +117,20 @@ class Launcher:
                 return None
             for slot, instance_id in slots.items():
                 if lives.get(instance_id) in (Life.ENDING, Life.ENDED, Life.STOPPED):
-                    raise ProviderError(f"{slot} ({instance_id} in {region}) ended while it started")
+                    why = why_ended(self._provider, region, instance_id)
+                    raise ProviderError(f"{slot} ({instance_id} in {region}) ended while it started{why}")
             return True if all(lives.get(i) is Life.RUNNING for i in ids) else None
 
         if self._waiter.until(running, deadline_s=RUNNING_S) is None:
             raise ProviderError(f"not running after {RUNNING_S:g} s in {region}: {', '.join(sorted(slots))}")
+
+    @staticmethod
+    def _no_room(action: Launch, tried: list[str]) -> CapacityError:
+        told = "; ".join(tried) or f"no zone offers {' or '.join(action.machine.instance_types)}"
+        return CapacityError(
+            f"{action.machine.slot}: no capacity in {action.region}; tried {told}",
+            hint="list more instance_types or zones in the spec, another region, or the other market",
+        )
 
     def _places(self, action: Launch) -> Iterator[tuple[str, str]]:
         """Where to try, in order; first where a run before us was when it died."""

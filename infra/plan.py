@@ -7,11 +7,11 @@ can be carried out one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infra.spec import Machine, Spec
-from infra.state import GLOBAL, SHARED_SECRET, Kind, Life, Observed, Resource
+from infra.state import GLOBAL, SHARED_SECRET, Kind, Life, Observed, Resource, firewall_rules
 
 NODE_ROLE = "node"
 """Draft and verify nodes share a firewall and a profile: neither of them is reached from outside."""
@@ -126,7 +126,8 @@ def plan_up(spec: Spec, best_relay_region: str, observed: Observed) -> Plan:
     relay_region = placed[0] if placed else best_relay_region
     notes = _notes(spec, relay_region, best_relay_region, observed)
     regions = dict.fromkeys([relay_region, *(node.regions[0] for node in spec.nodes)])
-    actions: list[Action] = list(_surplus(spec, relay_region, observed))
+    stay = kept(spec, relay_region, observed)
+    actions: list[Action] = list(_surplus(observed, stay.values()))
     if not _whole(observed, Kind.SECRET, relay_region, SHARED_SECRET):
         actions.append(EnsureSecret(relay_region))
     actions += [
@@ -146,15 +147,16 @@ def plan_up(spec: Spec, best_relay_region: str, observed: Observed) -> Plan:
         if spec.own_network and not network_is_whole(observed, region):
             actions.append(EnsureNetwork(region))
         actions += [
-            _firewall(spec, region, role) for role in roles if not _whole(observed, Kind.FIREWALL, region, role)
+            _firewall(spec, region, role) for role in roles if not _firewall_stands(spec, region, role, observed)
         ]
     if not observed.of(Kind.ADDRESS, region=relay_region):
         actions.append(EnsureAddress(relay_region))
     for machine in spec.machines:
-        if not observed.alive(machine.slot):
+        if machine.slot not in stay:
             actions.append(Launch(relay_region if machine.role == "relay" else machine.regions[0], machine))
+    actions += [Delete(relay_region, address) for address in observed.addresses(relay_region)[1:]]
     attached = {r.attached_to for r in observed.of(Kind.ADDRESS, region=relay_region)}
-    if not relays or relays[0].id not in attached:
+    if "relay" not in stay or stay["relay"].id not in attached:
         actions.append(AttachAddress(relay_region))
     return Plan(relay_region, tuple(actions), tuple(notes))
 
@@ -193,7 +195,7 @@ def describe(action: Action) -> str:
             return f"create a network with a subnet in each zone ({region})"
         case EnsureFirewall(region, role, port, allow_from):
             opened = f"port {port} from {', '.join(allow_from)}" if port else "nothing from outside"
-            return f"create the firewall of {role}: {opened} ({region})"
+            return f"set the firewall of {role}: {opened} ({region})"
         case EnsureAddress(region):
             return f"allocate the relay's address ({region})"
         case Launch(region, machine):
@@ -212,20 +214,38 @@ def _firewall(spec: Spec, region: str, role: str) -> EnsureFirewall:
     return EnsureFirewall(region, role)
 
 
+def _firewall_stands(spec: Spec, region: str, role: str, observed: Observed) -> bool:
+    """Is it there, with the rules of the spec? While a relay runs as an older spec said, its port stays as it is."""
+    if not _whole(observed, Kind.FIREWALL, region, role):
+        return False
+    if any(r.fingerprint != spec.relay.fingerprint() for r in observed.alive("relay") if role == "relay"):
+        return True
+    wanted = _firewall(spec, region, role)
+    rules = firewall_rules((wanted.port, network) for network in wanted.allow_from if wanted.port)
+    return all(r.fingerprint == rules for r in observed.of(Kind.FIREWALL, region=region, slot=role))
+
+
 def _whole(observed: Observed, kind: Kind, region: str, slot: str | None = None) -> bool:
     found = observed.of(kind, region=region, slot=slot)
     return bool(found) and all(r.complete for r in found)
 
 
-def _surplus(spec: Spec, relay_region: str, observed: Observed) -> list[Terminate]:
-    """Instances that the spec does not have, and seconds of a slot: a failed run may have left them."""
+def kept(spec: Spec, relay_region: str, observed: Observed) -> dict[str, Resource]:
+    """The instance of each slot that is where the spec wants it; of several the longest known."""
     wanted = {m.slot: relay_region if m.role == "relay" else m.regions[0] for m in spec.machines}
-    kept: set[str] = set()
+    found: dict[str, Resource] = {}
+    for instance in observed.alive():
+        if wanted.get(instance.slot) == instance.region:
+            found.setdefault(instance.slot, instance)
+    return found
+
+
+def _surplus(observed: Observed, kept: Iterable[Resource]) -> list[Terminate]:
+    """Instances that the spec does not have, or not there, and seconds of a slot: a failed run may have left them."""
+    ids = {instance.id for instance in kept}
     surplus: dict[str, list[Resource]] = {}
     for instance in observed.alive():
-        if wanted.get(instance.slot) == instance.region and instance.slot not in kept:
-            kept.add(instance.slot)
-        else:
+        if instance.id not in ids:
             surplus.setdefault(instance.region, []).append(instance)
     return [Terminate(region, tuple(instances)) for region, instances in surplus.items()]
 

@@ -6,11 +6,13 @@ line that it writes when its model has passed its self-check and its first link 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from infra.boot import FAILED
 from infra.errors import NotFound, NotReady, ProviderError, Transient
 from infra.health import Health, Prober, RelayAddress
+from infra.launching import why_ended
 from infra.plan import Launch, Plan
 from infra.provider import Provider
 from infra.spec import Spec
@@ -77,7 +79,7 @@ class Readiness:
         if self._waiter.until(look, deadline_s=self._spec.ready_timeout_s) is None:
             missing = self.missing()
             told = f"not ready after {self._spec.ready_timeout_s / 60:g} minutes: {', '.join(missing)}"
-            raise NotReady(told, self._boot_logs(plan.relay_region, instance_ids, missing))
+            raise NotReady(told, self._logs(plan.relay_region, instance_ids, missing))
 
     def look(self, relay_region: str, relay_address: str) -> Health:
         """Ask once, and note who is ready."""
@@ -129,21 +131,31 @@ class Readiness:
             region = self._region(plan.relay_region, slot)
             try:
                 if self._provider.lives(region, [ids[slot]]).get(ids[slot]) in (Life.ENDING, Life.ENDED, Life.STOPPED):
-                    raise NotReady(f"{slot} ended", self._boot_logs(plan.relay_region, ids, [slot]))
+                    why = why_ended(self._provider, region, ids[slot])
+                    raise NotReady(f"{slot} ended{why}", self._logs(plan.relay_region, ids, [slot]))
                 log = self._provider.boot_log(region, ids[slot])
-            except (NotFound, Transient):
+            except ProviderError:
+                # Not every type has such a log yet, and not everybody may read it: the wait goes on without.
                 continue
             if FAILED in log:
                 raise NotReady(f"the boot script of {slot} failed", {slot: tail(log)})
 
-    def _boot_logs(self, relay_region: str, ids: dict[str, str], slots: list[str]) -> dict[str, str]:
-        """The end of the boot log of each; a log that cannot be had must not hide the failure."""
+    def _logs(self, relay_region: str, ids: dict[str, str], slots: list[str]) -> dict[str, str]:
+        """The end of each one's boot log and of its service's; a log that cannot be had must not hide the failure.
+
+        A wrong argument or model is only seen in the second: the boot script has ended well by then.
+        """
         logs = {}
         for slot in slots:
+            region = self._region(relay_region, slot)
             try:
-                logs[slot] = tail(self._provider.boot_log(self._region(relay_region, slot), ids[slot]))
+                logs[slot] = tail(self._provider.boot_log(region, ids[slot]))
             except (ProviderError, KeyError) as exc:
                 logs[slot] = f"(no boot log: {exc})"
+            with contextlib.suppress(ProviderError):
+                lines = [line.text for line in self._provider.log_lines(region, slot, since_ms=self._started_ms)]
+                if lines:
+                    logs[slot] += f"\n--- end of its service's log\n{tail(chr(10).join(lines))}"
         return logs
 
     def _region(self, relay_region: str, slot: str) -> str:

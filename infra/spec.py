@@ -7,7 +7,7 @@ import ipaddress
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Machine:
         slot: its name, unique in the deployment: "relay", "verify-0".
         regions: one for a node; the candidates for the relay.
         arguments: further arguments of the command it runs.
+        shared: what all machines of the deployment are made from, as one text.
     """
 
     slot: str
@@ -71,6 +72,7 @@ class Machine:
     model: str
     arguments: tuple[str, ...]
     hub_token_parameter: str
+    shared: str = ""
 
     def fingerprint(self) -> str:
         """Changes with whatever would need another instance."""
@@ -169,9 +171,10 @@ def parse(values: Mapping[str, Any]) -> Spec:
     prices = _prices(top.raw("prices", {}))
     top.close()
     access = _access(relay_table)
-    relay = _machine(relay_table, "relay", 0)
+    shared = f"{package} {access.port} {access.domain} {access.certificate_parameter}"
+    relay = replace(_machine(relay_table, "relay", 0), shared=shared)
     relay_table.close()
-    nodes = _nodes(node_tables)
+    nodes = tuple(replace(node, shared=shared) for node in _nodes(node_tables))
     spec = Spec(
         name=deployment.text("name", pattern=NAME, wanted="2 to 30 of a-z, 0-9 and -, a letter first"),
         ttl_hours=deployment.number("ttl_hours", 0.25, 168),
@@ -256,18 +259,14 @@ def _machine(table: Table, role: str, number: int) -> Machine:
 
 
 def _access(table: Table) -> RelayAccess:
+    networks = table.texts("allow_from", ("0.0.0.0/0",), least=1, wanted="networks such as 203.0.113.0/24")
     access = RelayAccess(
         port=table.whole("port", 1, 65_535, 443),
         domain=table.text("domain", "", pattern=r"[a-z0-9-]+(\.[a-z0-9-]+)+", wanted="a DNS name"),
-        allow_from=table.texts("allow_from", ("0.0.0.0/0",), least=1, wanted="networks such as 203.0.113.0/24"),
+        allow_from=tuple(_network(table, text) for text in networks),
         certificate_parameter=table.text("certificate_parameter", "", pattern=PARAMETER, wanted="a parameter's path"),
         key_parameter=table.text("key_parameter", "", pattern=PARAMETER, wanted="a parameter's path"),
     )
-    for network in access.allow_from:
-        try:
-            ipaddress.IPv4Network(network)
-        except ValueError as exc:
-            raise SpecError(f"{table.name('allow_from')}: {network!r} is not an IPv4 network: {exc}") from None
     if bool(access.certificate_parameter) != bool(access.key_parameter):
         raise SpecError(f"{table.name('certificate_parameter')}: give it together with key_parameter, or neither")
     if access.certificate_parameter and not access.domain:
@@ -275,6 +274,14 @@ def _access(table: Table) -> RelayAccess:
             f"{table.name('domain')}: must be given with certificate_parameter: what is the certificate for?"
         )
     return access
+
+
+def _network(table: Table, text: str) -> str:
+    """As AWS has it: a single address is a network of /32."""
+    try:
+        return str(ipaddress.IPv4Network(text))
+    except ValueError as exc:
+        raise SpecError(f"{table.name('allow_from')}: {text!r} is not an IPv4 network: {exc}") from None
 
 
 def _package(table: Table) -> Package:

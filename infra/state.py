@@ -39,14 +39,21 @@ class Life(StrEnum):
     ENDED = "ended"
 
 
+def firewall_rules(rules: Iterable[tuple[int, str]]) -> str:
+    """Ports and the networks that may come in there, as one text: the fingerprint of a firewall."""
+    return ", ".join(f"{port} from {network}" for port, network in sorted(rules))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
     """One thing that exists.
 
     Attributes:
         slot: of an instance, the machine it is; of others, the role they serve or "".
+        fingerprint: of an instance its machine's, of a firewall its rules.
         detail: what else tells two of a kind apart: an address, a zone.
         since: when it was launched, ISO 8601.
+        reason: why an instance is in its state, if the cloud says so: "Client.VolumeLimitExceeded: ...".
         complete: false for what a failed run left half made (a group without its rule, a role without its profile).
     """
 
@@ -62,6 +69,7 @@ class Resource:
     expires_at: str = ""
     since: str = ""
     detail: str = ""
+    reason: str = ""
     attached_to: str = ""
     complete: bool = True
 
@@ -81,7 +89,12 @@ class Observed:
 
     def alive(self, slot: str | None = None) -> list[Resource]:
         """Instances that run or are about to, the longest known first."""
-        return [r for r in self.of(Kind.INSTANCE, slot=slot) if r.life in (Life.STARTING, Life.RUNNING)]
+        found = [r for r in self.of(Kind.INSTANCE, slot=slot) if r.life in (Life.STARTING, Life.RUNNING)]
+        return sorted(found, key=lambda r: r.since)
+
+    def addresses(self, region: str | None = None) -> list[Resource]:
+        """The relay's addresses, the one in use first: a create call whose answer was lost may have left another."""
+        return sorted(self.of(Kind.ADDRESS, region=region), key=lambda r: not r.attached_to)
 
     def remaining(self) -> list[Resource]:
         """What still costs or stands in the way: all but instances that have ended."""

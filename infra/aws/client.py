@@ -18,7 +18,7 @@ class Clients:
     Args:
         endpoint_url: where all services are asked instead of at AWS; for tests.
         max_attempts: tries of one call; botocore waits between them, with jitter.
-        session: used instead of a new one of `profile`.
+        session: used instead of a new one of `profile`, which is made, and looked for, at the first question.
     """
 
     def __init__(
@@ -29,7 +29,8 @@ class Clients:
         max_attempts: int = MAX_ATTEMPTS,
         session: boto3.session.Session | None = None,
     ) -> None:
-        self._session = session or boto3.session.Session(profile_name=profile)
+        self._profile = profile
+        self._session = session
         self._endpoint_url = endpoint_url
         self._config = Config(
             retries={"mode": "standard", "total_max_attempts": max_attempts},
@@ -45,6 +46,7 @@ class Clients:
         """The client of a service in a region."""
         with self._lock:
             if (service, region) not in self._clients:
+                self._session = self._session or boto3.session.Session(profile_name=self._profile)
                 client = self._session.client(
                     service, region_name=region, endpoint_url=self._endpoint_url, config=self._config
                 )

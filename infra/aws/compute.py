@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 from infra.aws import tags
+from infra.aws.errors import response_code
 from infra.errors import ProviderError
 from infra.provider import LaunchRequest
 from infra.spec import Image
@@ -131,7 +135,7 @@ def run_instance(
     }
     if profile:
         arguments["IamInstanceProfile"] = {"Name": profile}
-    if request.instance_type.startswith("t"):
+    if re.match(r"t\d", request.instance_type):
         # Unlimited credits would be billed beyond what the plan has shown.
         arguments["CreditSpecification"] = {"CpuCredits": "standard"}
     if machine.market == "spot":
@@ -154,7 +158,13 @@ def instance_lives(ec2: Any, *, ids: Sequence[str]) -> dict[str, Life]:
 
 def console_output(ec2: Any, *, instance_id: str) -> str:
     """What the instance has written to its console."""
-    answer = ec2.get_console_output(InstanceId=instance_id, Latest=True)
+    try:
+        answer = ec2.get_console_output(InstanceId=instance_id, Latest=True)
+    except ClientError as exc:
+        if response_code(exc) != "UnsupportedOperation":
+            raise
+        # Older types only have what AWS has kept of their start.
+        answer = ec2.get_console_output(InstanceId=instance_id)
     text = answer.get("Output", "")
     try:
         # botocore decodes it; what it leaves undecoded is base64 still.
@@ -198,5 +208,6 @@ def _resource(instance: Mapping[str, Any], region: str) -> Resource:
         fingerprint=marks.get(tags.FINGERPRINT, ""),
         expires_at=marks.get(tags.EXPIRES_AT, ""),
         since=instance["LaunchTime"].isoformat() if "LaunchTime" in instance else "",
+        reason=instance.get("StateReason", {}).get("Message", ""),
         detail=instance.get("PublicIpAddress", ""),
     )

@@ -32,6 +32,7 @@ CAPACITY = {
     "InsufficientHostCapacity",
     "InsufficientReservedInstanceCapacity",
     "InsufficientFreeAddressesInSubnet",
+    "InsufficientVolumeCapacity",
     "SpotMaxPriceTooLow",
     "Unsupported",
     "UnsupportedOperation",
@@ -49,20 +50,25 @@ QUOTA = {
     "VolumeLimitExceeded",
     "VpcLimitExceeded",
 }
-PERMISSION = {
-    "AccessDenied",
-    "AccessDeniedException",
+CREDENTIALS = {
     "AuthFailure",
-    "Blocked",
     "ExpiredToken",
     "ExpiredTokenException",
     "InvalidClientTokenId",
-    "OptInRequired",
-    "PendingVerification",
+    "InvalidSignatureException",
     "RequestExpired",
     "SignatureDoesNotMatch",
-    "UnauthorizedOperation",
     "UnrecognizedClientException",
+}
+"""Who asks is not believed: not (or no longer) known, or the clock is too far from AWS's."""
+PERMISSION = {
+    *CREDENTIALS,
+    "AccessDenied",
+    "AccessDeniedException",
+    "Blocked",
+    "OptInRequired",
+    "PendingVerification",
+    "UnauthorizedOperation",
 }
 EXISTS = {
     "EntityAlreadyExists",
@@ -100,6 +106,7 @@ HINTS: dict[type[ProviderError], str] = {
     QuotaError: "ask for more in the Service Quotas console, or choose another type or region in the spec",
     PermissionDenied: "the permissions needed are in infra/policy.json",
 }
+BELIEVE_US = "renew the credentials if they have expired, and look at this machine's clock"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -134,7 +141,8 @@ def translate(exc: Exception, what: str) -> ProviderError:
         code = str(exc.response.get("Error", {}).get("Code", ""))
         message = str(exc.response.get("Error", {}).get("Message", ""))
         kind = error_kind(code, message)
-        return kind(f"{what}: {code}: {' '.join(message.split())}", code=code, hint=HINTS.get(kind, ""))
+        hint = BELIEVE_US if code in CREDENTIALS else HINTS.get(kind, "")
+        return kind(f"{what}: {code}: {' '.join(message.split())}", code=code, hint=hint)
     if isinstance(exc, NoCredentialsError | PartialCredentialsError):
         return PermissionDenied(f"{what}: {exc}", hint="run `aws configure`, or set AWS_PROFILE")
     lost = isinstance(exc, HTTPClientError | ConnectionError | ResponseParserError)

@@ -10,7 +10,7 @@ from botocore.exceptions import ClientError
 from infra.aws import tags
 from infra.aws.errors import error_kind, response_code
 from infra.errors import AlreadyExists, NotFound, ProviderError
-from infra.state import Kind, Resource
+from infra.state import Kind, Resource, firewall_rules
 
 CIDR = "10.86.0.0/16"
 
@@ -44,6 +44,7 @@ def list_firewalls(ec2: Any, *, deployment: str, region: str) -> list[Resource]:
                     slot=slot,
                     detail=group.get("VpcId", ""),
                     complete=slot != "relay" or bool(group["IpPermissions"]),
+                    fingerprint=firewall_rules(_open(group)),
                 )
             )
     return found
@@ -102,7 +103,9 @@ def default_subnets(ec2: Any, *, region: str) -> tuple[str, dict[str, str]]:
     if not networks:
         raise ProviderError(f"{region} has no default network", hint='set deployment.network = "own"')
     network = str(networks[0]["VpcId"])
-    pages = ec2.get_paginator("describe_subnets").paginate(Filters=[{"Name": "vpc-id", "Values": [network]}])
+    # A subnet that somebody has added may have no way out: nothing could be installed there.
+    filters = [{"Name": "vpc-id", "Values": [network]}, {"Name": "default-for-az", "Values": ["true"]}]
+    pages = ec2.get_paginator("describe_subnets").paginate(Filters=filters)
     return network, {s["AvailabilityZone"]: s["SubnetId"] for page in pages for s in page["Subnets"]}
 
 
@@ -173,10 +176,13 @@ def ensure_firewall(
     port: int | None,
     allow_from: Sequence[str],
 ) -> None:
-    """A group without rules for incoming traffic, but for one port."""
+    """A group without rules for incoming traffic, but for one port: others of the same kind are revoked."""
     known = [r for r in list_firewalls(ec2, deployment=deployment, region=region) if r.slot == role]
+    wanted = set() if port is None else {(port, network) for network in allow_from}
+    present: set[tuple[int, str]] = set()
     if known:
         group_id = known[0].id
+        present = _open(ec2.describe_security_groups(GroupIds=[group_id])["SecurityGroups"][0])
     else:
         group_id = ec2.create_security_group(
             GroupName=f"foredraft-{deployment}-{role}",
@@ -184,19 +190,29 @@ def ensure_firewall(
             VpcId=network_id,
             TagSpecifications=tags.specification(["security-group"], tags.tag_list(deployment, extra_tags, slot=role)),
         )["GroupId"]
-    if port is not None:
+    # First what is missing: who is let in before and after is never shut out.
+    for port_and_network in sorted(wanted - present):
         _existing_is_fine(
-            ec2.authorize_security_group_ingress,
-            GroupId=group_id,
-            IpPermissions=[
-                {
-                    "IpProtocol": "tcp",
-                    "FromPort": port,
-                    "ToPort": port,
-                    "IpRanges": [{"CidrIp": network, "Description": "clients and nodes"} for network in allow_from],
-                }
-            ],
+            ec2.authorize_security_group_ingress, GroupId=group_id, IpPermissions=[_permission(*port_and_network)]
         )
+    if present - wanted:
+        surplus = [_permission(*port_and_network) for port_and_network in sorted(present - wanted)]
+        ec2.revoke_security_group_ingress(GroupId=group_id, IpPermissions=surplus)
+
+
+def _permission(port: int, network: str) -> dict[str, object]:
+    ranges = [{"CidrIp": network, "Description": "clients and nodes"}]
+    return {"IpProtocol": "tcp", "FromPort": port, "ToPort": port, "IpRanges": ranges}
+
+
+def _open(group: Mapping[str, Any]) -> set[tuple[int, str]]:
+    """Port and network of each rule of the kind that we make."""
+    return {
+        (rule["FromPort"], network["CidrIp"])
+        for rule in group["IpPermissions"]
+        if rule["IpProtocol"] == "tcp" and rule["FromPort"] == rule["ToPort"]
+        for network in rule["IpRanges"]
+    }
 
 
 def ensure_address(

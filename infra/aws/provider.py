@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from botocore.exceptions import ClientError
 
@@ -114,7 +115,7 @@ class AwsProvider:
     def ensure_firewall(
         self, region: str, role: str, *, own_network: bool, port: int | None, allow_from: Sequence[str]
     ) -> None:
-        network_id, _ = self._subnets(region, own_network)
+        network_id, _ = self._subnets(region, own_network=own_network)
         network.ensure_firewall(
             self.clients("ec2", region),
             deployment=self.deployment,
@@ -133,12 +134,13 @@ class AwsProvider:
         )
 
     @translated
-    def attach_address(self, region: str, instance_id: str) -> None:
+    def attach_address(self, region: str, address: str, instance_id: str) -> None:
         ec2 = self.clients("ec2", region)
-        addresses = network.list_addresses(ec2, deployment=self.deployment, region=region)
-        if not addresses:
-            raise NotFound(f"the relay's address in {region} is not there")
-        ec2.associate_address(AllocationId=addresses[0].id, InstanceId=instance_id)
+        known = network.list_addresses(ec2, deployment=self.deployment, region=region)
+        ids = [a.id for a in known if a.detail == address]
+        if not ids:
+            raise NotFound(f"the relay's address {address} in {region} is not there")
+        ec2.associate_address(AllocationId=ids[0], InstanceId=instance_id)
 
     @translated
     def launch(self, request: LaunchRequest, *, own_network: bool, dry_run: bool = False) -> str:
@@ -149,8 +151,10 @@ class AwsProvider:
                 hint="shorten the arguments in the spec",
             )
         ec2 = self.clients("ec2", request.region)
-        # A dry run may come before there is a network of our own: what is asked is whether we may launch at all.
-        network_id, subnets = self._subnets(request.region, own_network and not dry_run)
+        subnets_of = (
+            self._subnets_to_ask if own_network and dry_run else partial(self._subnets, own_network=own_network)
+        )
+        network_id, subnets = subnets_of(request.region)
         image_id, root_device = self._image(request)
         role = "relay" if request.machine.role == "relay" else NODE_ROLE
         groups = network.list_firewalls(ec2, deployment=self.deployment, region=request.region)
@@ -239,11 +243,21 @@ class AwsProvider:
     def shell_command(self, region: str, instance_id: str) -> list[str]:
         return ["aws", "ssm", "start-session", "--region", region, "--target", instance_id]
 
-    def _subnets(self, region: str, own_network: bool) -> tuple[str, dict[str, str]]:
+    def _subnets(self, region: str, *, own_network: bool) -> tuple[str, dict[str, str]]:
         ec2 = self.clients("ec2", region)
         if own_network:
             return network.own_subnets(ec2, deployment=self.deployment, region=region)
         return network.default_subnets(ec2, region=region)
+
+    def _subnets_to_ask(self, region: str) -> tuple[str, dict[str, str]]:
+        """A dry run may come before there is a network of our own: what is asked is whether we may launch at all."""
+        try:
+            return self._subnets(region, own_network=True)
+        except NotFound as exc:
+            try:
+                return self._subnets(region, own_network=False)
+            except ProviderError:
+                raise exc from None
 
     def _image(self, request: LaunchRequest) -> tuple[str, str]:
         ec2 = self.clients("ec2", request.region)

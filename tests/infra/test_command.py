@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -200,3 +203,87 @@ def test_an_interrupt_ends_with_130_after_the_roll_back(
     assert "interrupted" in err
     # The certificate that was published before stays until then.
     assert "removed 1; nothing is left" in run("down")[1]
+
+
+def test_a_profile_that_is_not_there_is_one_line_and_offline_nobody_looks(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    code, _, err = run("status")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "The config profile (nobody) could not be found" in err
+    assert run("plan", "--offline")[0] == 0
+
+
+def test_the_reader_may_go_away_in_the_middle_and_the_roll_back_goes_on(
+    run: Any, published: None, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`up | tee log`, and Ctrl-C, which ends both."""
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    def interrupt(*_: object) -> Health:
+        sys.stdout = Gone()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "probe", interrupt)
+    before = sys.stdout
+    try:
+        assert run("up")[0] == 130
+    finally:
+        sys.stdout = before
+    for region in (VERIFY_REGION, DRAFT_REGION):
+        for reservation in clients("ec2", region).describe_instances()["Reservations"]:
+            assert [i["State"]["Name"] for i in reservation["Instances"]] == ["terminated"]
+
+
+def test_a_plain_kill_rolls_back_too(run: Any, published: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def kill(*_: object) -> Health:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(command, "probe", kill)
+    try:
+        code, out, _ = run("up")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == 130
+    assert "rolling back after KeyboardInterrupt" in out
+
+
+def test_a_state_folder_that_cannot_be_written_is_one_line_before_anything_is_made(
+    run: Any, tmp_path: Path, clients: Clients
+) -> None:
+    (tmp_path / "state").write_text("a file, not a folder")
+    code, _, err = run("up")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "state" in err
+    assert clients("iam", "us-east-1").list_roles()["Roles"] == []
+
+
+def test_a_user_without_a_home_needs_a_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert main(["plan", "--offline", str(tmp_path / "spec.toml")]) == 1
+    assert "Could not determine home directory.; give --state-dir" in capsys.readouterr().err
+
+
+def test_logs_outlive_their_instance(run: Any, published: None, clients: Clients) -> None:
+    run("up")
+    logs = clients("logs", DRAFT_REGION)
+    logs.create_log_stream(logGroupName="/foredraft/demo", logStreamName="draft-0")
+    event = {"timestamp": int(time.time() * 1000), "message": "last words"}
+    logs.put_log_events(logGroupName="/foredraft/demo", logStreamName="draft-0", logEvents=[event])
+    ec2 = clients("ec2", DRAFT_REGION)
+    (reservation,) = ec2.describe_instances()["Reservations"]
+    ec2.terminate_instances(InstanceIds=[reservation["Instances"][0]["InstanceId"]])
+    assert run("logs", "draft-0")[:2] == (0, "last words\n")
+    assert "draft-7: no such instance" in run("logs", "draft-7")[2]

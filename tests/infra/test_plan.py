@@ -24,7 +24,7 @@ from infra.plan import (
     plan_up,
 )
 from infra.spec import Spec
-from infra.state import GLOBAL, Kind, Life, Observed, Resource
+from infra.state import GLOBAL, Kind, Life, Observed, Resource, firewall_rules
 from tests.infra.doubles import a_spec, a_table
 
 
@@ -50,8 +50,10 @@ class World:
             case EnsureNetwork(region):
                 for kind in (Kind.NETWORK, Kind.GATEWAY, Kind.ROUTES, Kind.SUBNET):
                     self._ensure(kind, region, "")
-            case EnsureFirewall(region, role):
-                self._ensure(Kind.FIREWALL, region, role)
+            case EnsureFirewall(region, role, port, allow_from):
+                self.resources = [r for r in self.resources if (r.kind, r.region, r.slot) != ("firewall", region, role)]
+                rules = firewall_rules((port, network) for network in allow_from if port)
+                self._ensure(Kind.FIREWALL, region, role, rules)
             case EnsureAddress(region):
                 self._ensure(Kind.ADDRESS, region, "relay")
             case Launch(region, machine):
@@ -80,14 +82,17 @@ class World:
                 assert all(order.index(r.kind) >= order.index(resource.kind) for r in self.resources)
                 self._drop((resource,))
 
-    def _ensure(self, kind: Kind, region: str, slot: str) -> None:
+    def _ensure(self, kind: Kind, region: str, slot: str, fingerprint: str = "") -> None:
         self.resources = [
             r
             for r in self.resources
             if not (r.kind is kind and r.region == region and r.slot == slot and not r.complete)
         ]
         if not self.observed.of(kind, region=region, slot=slot):
-            self.resources.append(Resource(kind=kind, region=region, id=f"{kind.value}-{next(self._ids)}", slot=slot))
+            resource_id = f"{kind.value}-{next(self._ids)}"
+            self.resources.append(
+                Resource(kind=kind, region=region, id=resource_id, slot=slot, fingerprint=fingerprint)
+            )
 
     def _drop(self, gone: tuple[Resource, ...]) -> None:
         self.resources = [r for r in self.resources if r not in gone]
@@ -153,12 +158,55 @@ def test_a_second_instance_of_a_slot_and_one_of_no_slot_are_ended() -> None:
     assert [r.id for r in action.resources] == ["i-twin", "i-old"]
 
 
+def test_of_two_instances_of_a_slot_the_older_stays() -> None:
+    observed = whole_world(a_spec()).observed
+    since = "2026-12-01T12:00:0{}+00:00"
+    aged = Observed(tuple(replace(r, since=since.format(1)) for r in observed.resources))
+    older = replace(aged.alive("verify-0")[0], id="i-older", since=since.format(0))
+    (action,) = plan_up(a_spec(), "us-east-2", Observed((*aged.resources, older))).actions
+    assert action == Terminate("us-east-2", (aged.alive("verify-0")[0],))
+
+
+def test_a_node_that_moves_is_ended_there_and_launched_here() -> None:
+    verify, draft = a_table()["node"]
+    spec = a_spec(node=[verify, {**draft, "region": "us-east-2"}])
+    old = whole_world(a_spec()).observed
+    actions = plan_up(spec, "us-east-2", old).actions
+    assert [type(action).__name__ for action in actions] == ["Terminate", "Launch"]
+    assert actions[1] == Launch("us-east-2", spec.nodes[1])
+
+
 def test_an_instance_of_an_older_spec_is_told_and_left_alone() -> None:
     observed = whole_world(a_spec()).observed
     node = {**a_table()["node"][0], "instance_types": ["g5.xlarge"]}
     plan = plan_up(a_spec(node=[node, a_table()["node"][1]]), "us-east-2", observed)
     assert plan.actions == ()
     assert "verify-0 runs as an older spec said" in plan.notes[0]
+
+
+def relay_with(**changes: object) -> Spec:
+    return a_spec(relay={**a_table()["relay"], **changes})
+
+
+def test_networks_that_the_spec_no_longer_lets_in_are_shut_out() -> None:
+    observed = whole_world(a_spec()).observed
+    narrow = relay_with(allow_from=["203.0.113.0/24"])
+    (action,) = plan_up(narrow, "us-east-2", observed).actions
+    assert action == EnsureFirewall("us-east-2", "relay", 443, ("203.0.113.0/24",))
+
+
+def test_another_port_is_told_and_the_running_nodes_are_not_cut_off() -> None:
+    plan = plan_up(relay_with(port=8443), "us-east-2", whole_world(a_spec()).observed)
+    assert plan.actions == ()
+    assert [note.partition(" ")[0] for note in plan.notes] == ["relay", "verify-0", "draft-0"]
+
+
+def test_of_two_addresses_the_one_in_use_stays() -> None:
+    world = whole_world(a_spec())
+    (address,) = world.observed.of(Kind.ADDRESS)
+    twin = replace(address, id="eipalloc-twin", attached_to="")
+    plan = plan_up(a_spec(), "us-east-2", Observed((twin, *world.resources)))
+    assert plan.actions == (Delete("us-east-2", twin),)
 
 
 def test_ended_instances_do_not_count() -> None:

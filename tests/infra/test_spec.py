@@ -98,3 +98,18 @@ def test_the_fingerprint_changes_with_what_needs_another_instance() -> None:
     after = parse(changed("node.0.instance_types", ["g5.xlarge"])).nodes[0]
     assert before.fingerprint() == a_spec().nodes[0].fingerprint()
     assert before.fingerprint() != after.fingerprint()
+
+
+def test_all_machines_change_with_what_they_share() -> None:
+    before = a_spec()
+    for path, value in (("package.requirement", "foredraft==0.2.0"), ("relay.port", 8443)):
+        after = parse(changed(path, value))
+        assert all(
+            new.fingerprint() != old.fingerprint() for new, old in zip(after.machines, before.machines, strict=True)
+        )
+    narrow = parse(changed("relay.allow_from", ["203.0.113.0/24"]))
+    assert narrow.relay.fingerprint() == before.relay.fingerprint()
+
+
+def test_a_single_address_is_the_network_that_aws_takes_it_for() -> None:
+    assert parse(changed("relay.allow_from", ["203.0.113.7"])).access.allow_from == ("203.0.113.7/32",)
