@@ -20,9 +20,13 @@ class ModelExecutor:
 
     Works with one event loop at a time. A call whose caller was cancelled before it began is skipped; one that has
     begun runs to its end and its result is dropped.
+
+    Attributes:
+        limit_s: from when on `answer` takes a thread that is still at a call for one that hangs; None: never.
     """
 
     def __init__(self, name: str) -> None:
+        self.limit_s: float | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: set[Callable[[BaseException], None]] = set()
@@ -93,6 +97,24 @@ class ModelExecutor:
             self._waiting.add(fail)
             self._jobs.put(job)
         return future
+
+    async def answer(self, call: asyncio.Future[T]) -> T:
+        """What a submitted call returns.
+
+        Raises:
+            EngineDead: as `run` does; or the call takes longer than `limit_s`.
+        """
+        if self.limit_s is None:
+            return await call
+        try:
+            # In two halves: to a process that was stopped for long the first seems over before the thread has gone on.
+            for _ in range(2):
+                if (await asyncio.wait([call], timeout=self.limit_s / 2))[0]:
+                    return call.result()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        raise EngineDead(f"the model has not answered for {self.limit_s:g} s")
 
     async def close(self) -> None:
         """Finish the calls already made, then end the thread. A second close only waits."""

@@ -73,6 +73,7 @@ async def serve(config: DraftConfig) -> int:
     stop = stop_on_signals()
     executor = ModelExecutor("drafter")
     identity, drafter = await unless_stopped(stop, executor.run(load, config))
+    executor.limit_s = config.model_timeout_s
     trace = TraceWriter(config.trace)
     node = DraftNode(
         scheduler=DraftScheduler(

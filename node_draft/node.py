@@ -72,7 +72,7 @@ class DraftNode(NodeShell):
             self._tell([*to_tell, *actions], began)
             to_tell = []
             if done is not None:
-                results = await done
+                results = await self.executor.answer(done)
                 if parts:
                     now = self.now()
                     self._trace_step(parts, results, began, now)

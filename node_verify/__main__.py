@@ -71,6 +71,7 @@ async def serve(config: VerifyConfig) -> int:
     stop = stop_on_signals()
     executor = ModelExecutor("target")
     checkpoint, target, costs = await unless_stopped(stop, executor.run(load, config))
+    executor.limit_s = config.model_timeout_s
     identity = await executor.run(checkpoint.identity)
     trace = TraceWriter(config.trace)
     node = VerifyNode(

@@ -150,7 +150,7 @@ class VerifyNode(NodeShell):
             self._tell(to_tell)
             to_tell = []
             if done is not None:
-                results = await done
+                results = await self.executor.answer(done)
                 if works:
                     now = self.now()
                     hop_rtt_s = (self.link.rtt_s or 0.0) if self.link else 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import ssl
 import sys
@@ -49,6 +50,7 @@ class NodeConfig:
     capture: bool
     trust_remote_code: bool
     grace_s: float
+    model_timeout_s: float
     log_level: str
     trace: Path | None
     ca_file: Path | None
@@ -102,7 +104,11 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
         "--trust-remote-code", action=argparse.BooleanOptionalAction, default=False,
         help="run Python code that comes with the checkpoint, for architectures that transformers does not know",
     )  # fmt: skip
-    arguments.add_argument("--grace-s", type=float, default=20.0, help="how long SIGTERM lets answers finish")
+    arguments.add_argument("--grace-s", type=seconds(0.0), default=20.0, help="how long SIGTERM lets answers finish")
+    arguments.add_argument(
+        "--model-timeout-s", type=seconds(1.0), default=120.0,
+        help="the node ends when one piece of the model's work takes longer: a device that hangs is not seen otherwise",
+    )  # fmt: skip
     arguments.add_argument(
         "--spot-metadata", default="", metavar="URL",
         help="metadata service to ask for the notice of a spot instance's end, on EC2 http://169.254.169.254; the node "
@@ -113,7 +119,7 @@ def add_node_arguments(arguments: configargparse.ArgumentParser, *, default_name
         help="serve /healthz, /readyz and /metrics on this port, 0 for a free one; -1: on none",
     )  # fmt: skip
     arguments.add_argument("--status-host", default="127.0.0.1", help="address of the status port")
-    arguments.add_argument("--spot-poll-s", type=float, default=5.0, help="how often it is asked")
+    arguments.add_argument("--spot-poll-s", type=seconds(0.01), default=5.0, help="how often it is asked")
     arguments.add_argument("--trace", type=Path, help="write a JSONL trace of passes and rounds to this file")
 
 
@@ -137,6 +143,21 @@ def whole(low: int, high: int) -> Callable[[str], int]:
             value = low - 1
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be an integer in {low}..{high}, got {text!r}")
+        return value
+
+    return convert
+
+
+def seconds(least: float) -> Callable[[str], float]:
+    """An argument type: a finite duration in seconds, from `least` on."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a number of seconds from {least:g} on, got {text!r}")
         return value
 
     return convert

@@ -97,3 +97,50 @@ async def test_a_cancelled_call_that_has_not_begun_is_skipped() -> None:
     assert await executor.run(int) == 0
     assert not ran.is_set()
     await executor.close()
+
+
+async def test_c079_a_thread_that_hangs_is_as_good_as_dead() -> None:
+    executor = ModelExecutor("model")
+    executor.limit_s = 0.02
+    release = threading.Event()
+    with pytest.raises(EngineDead, match=r"not answered for 0\.02 s"):
+        await executor.answer(executor.submit(release.wait, 30))
+    release.set()
+    executor.limit_s = 30
+    assert await executor.answer(executor.submit(int, "3")) == 3
+    await executor.close()
+
+
+async def test_a_process_that_was_stopped_for_long_does_not_take_its_thread_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = ModelExecutor("model")
+    executor.limit_s = 20
+    call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def over_at_once(calls: list[asyncio.Future[int]], *, timeout: float) -> tuple[set[object], set[object]]:
+        assert timeout == 10
+        was_done = {one for one in calls if one.done()}
+        if not call.done():
+            call.set_result(3)
+        return was_done, set()
+
+    monkeypatch.setattr(asyncio, "wait", over_at_once)
+    assert await executor.answer(call) == 3
+    monkeypatch.undo()
+    await executor.close()
+
+
+async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
+    executor = ModelExecutor("model")
+    executor.limit_s = 30
+    release, begun = threading.Event(), threading.Event()
+    blocking = executor.submit(release.wait, 30)
+    waiting = asyncio.create_task(executor.answer(executor.submit(begun.set)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    release.set()
+    await blocking
+    await executor.close()
+    assert not begun.is_set()

@@ -10,7 +10,7 @@ from pathlib import Path
 import configargparse
 import pytest
 
-from wire.settings import add_node_arguments, parser, read_secret, setup_logging, ssl_context, whole
+from wire.settings import add_node_arguments, parser, read_secret, seconds, setup_logging, ssl_context, whole
 
 SECRET = "correct-horse-battery"
 
@@ -154,6 +154,13 @@ def test_whole_numbers_have_bounds() -> None:
 
 
 @pytest.mark.usefixtures("logging_as_before")
+@pytest.mark.parametrize("text", ["0.5", "-1", "nan", "inf", "soon"])
+def test_durations_are_finite_and_have_a_least(text: str) -> None:
+    assert seconds(1.0)("1.5") == 1.5
+    with pytest.raises(argparse.ArgumentTypeError, match=rf"seconds from 1 on, got '{text}'"):
+        seconds(1.0)(text)
+
+
 def test_a_name_cannot_make_up_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("info")
     log = logging.getLogger("relay.server")
