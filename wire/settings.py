@@ -200,7 +200,7 @@ def secret_fault(secret: str) -> str:
 
 def ssl_context(url: str, ca_file: Path | None) -> ssl.SSLContext | None:
     """Verification is always on; a private authority is added, not trusted instead of a check."""
-    if not url.lower().startswith("wss://"):
+    if not url.startswith("wss://"):
         return None
     context = ssl.create_default_context()
     if ca_file is not None:
