@@ -52,9 +52,13 @@ check: setup
 check-transformers: setup
 	PYTHON=$(BIN)/python scripts/check_transformers.sh $(NEWEST_TRANSFORMERS)
 
-bench: setup
+# A stamp here too: a second call needs no package index.
+.bench-stamp: .setup-stamp
 	@$(PIP_INSTALL) -q -e '.[bench]'
+	@touch $@
+
+bench: setup .bench-stamp
 	$(BIN)/python scripts/bench.py --results docs/results/bench.json $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .setup-stamp .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .setup-stamp .bench-stamp .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

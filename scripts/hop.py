@@ -266,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             asyncio.run(listen(args.listen, args.over))
         else:
             asyncio.run(bench(args, _sizes(args)))
+    except KeyboardInterrupt:
+        return 130
     except (HopError, MatrixRefused, FitRefused, TimeoutError) as exc:
         print(f"hop: {exc or 'no answer in time'}", file=sys.stderr)
         return 1

@@ -99,8 +99,12 @@ class Inputs:
 def simulated_rates(inputs: Inputs, growth: str, *, hop_s: float, seeds: int, tokens: int) -> list[float]:
     """Tokens/s of an asynchronous schedule, one for each seed."""
     # The simulator needs torch, which the closed forms do not.
-    from scripts.simulate import Policies, synthetic
-    from scripts.simulation import Times, no_fault
+    try:
+        from scripts.simulate import Policies, synthetic
+        from scripts.simulation import Times, no_fault
+    except ModuleNotFoundError as exc:
+        told = f"the simulator needs {exc.name}: pip install 'foredraft[node]', or --seeds 0 for the closed forms alone"
+        raise ValueError(told) from exc
 
     row_s = (inputs.costs.seconds(SIMULATED_ROWS) - inputs.target_s) / (SIMULATED_ROWS - 1)
     times = Times(
@@ -343,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(figures) if args.json else plan_text(inputs, figures))
         if args.picture:
             draw(inputs, args.picture, seeds=args.seeds, tokens=args.tokens)
-    except ValueError as exc:
+    except (ValueError, OSError) as exc:
         parser.error(str(exc))
     return 0
 

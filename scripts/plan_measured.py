@@ -43,8 +43,14 @@ def costs_of(path: Path) -> PassCosts:
     seconds: dict[int, list[float]] = defaultdict(list)
     try:
         for file in trace_files(path):
-            for line in file.read_bytes().splitlines():
-                event = orjson.loads(line)
+            for line in file.read_bytes().splitlines(keepends=True):
+                try:
+                    event = orjson.loads(line)
+                except ValueError:
+                    # Of a process that was killed the last line may be cut.
+                    if line.endswith(b"\n"):
+                        raise
+                    continue
                 # Each session of a shared pass tells the times of all of it, so a median may take them all.
                 if event.get("event") == "verify":
                     seconds[event["pass_rows"]].append(event["compute_s"] + event["overhead_s"])

@@ -42,6 +42,8 @@ def write_results(
         "figures": figures,
         "goals": [asdict(goal) for goal in goals],
     }
+    # A run of an hour is not lost for want of a folder.
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

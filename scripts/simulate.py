@@ -23,6 +23,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from engine.errors import EngineError
 from engine.replay import Pace, Recording, ReplayDrafter, ReplayTarget, emulated, from_trace, load_recordings
 from engine.scripted import ScriptedDrafter, ScriptedTarget
 from engine.scripted_logits import hash_logits, ranking
@@ -160,6 +161,24 @@ def synthetic(args: argparse.Namespace, times: Times, policies: Policies, fault:
     }
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raises `ValueError` that names the flag and its bounds."""
+    least = {
+        "rtt_ms": 0, "jitter_ms": 0, "stall_every_s": 0, "stall_ms": 0, "verify_ms": 0.001, "verify_row_ms": 0,
+        "free_rows": 1, "draft_ms": 0, "draft_row_ms": 0, "tokens": 2, "max_rows": 1, "patience_ms": 0,
+    }  # fmt: skip
+    for name, low in least.items():
+        if not low <= getattr(args, name) < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {getattr(args, name)}")
+    if not 0 <= args.acceptance <= 1:
+        raise ValueError(f"--acceptance must lie within 0..1, got {args.acceptance}")
+    for flag, parse, text in (("growth", parse_growth, args.growth), ("local", parse_local, args.local)):
+        try:
+            parse(text)
+        except ValueError as exc:
+            raise ValueError(f"--{flag}: {exc}") from exc
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rtt-ms", type=float, default=86.0, help="draft to verify and back")
@@ -182,6 +201,13 @@ def main() -> None:
     parser.add_argument("--patience-ms", type=float, default=0.0, help="wait so long for candidates; 0: never idle")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    try:
+        _check(args)
+        recordings = load_recordings(args.recordings) if args.recordings else []
+        if args.recordings and not recordings:
+            raise ValueError(f"--recordings: {args.recordings} has none")
+    except (ValueError, EngineError) as exc:
+        parser.error(str(exc))
     policies = Policies(
         growth=args.growth, local=args.local, max_rows=args.max_rows, patience_s=args.patience_ms / 1e3,
         drafter=args.drafter != "none",
@@ -198,7 +224,7 @@ def main() -> None:
         if args.recordings:
             propose = from_trace if args.drafter == "recorded" else emulated
             figures: dict[str, Any] = simulate_recordings(
-                load_recordings(args.recordings), propose, times, policies, max_tokens=args.tokens, fault=fault
+                recordings, propose, times, policies, max_tokens=args.tokens, fault=fault
             )
         else:
             figures = synthetic(args, times, policies, fault)

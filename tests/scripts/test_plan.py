@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,35 @@ def test_a_file_that_is_no_measurement_is_named(
         main([*SECOND, flag, str(path)])
     assert f"{flag}: {path}" in (error := capsys.readouterr().err)
     assert named in error
+
+
+def test_the_trace_of_a_verify_node_that_was_killed_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "verify.jsonl"
+    line = json.dumps({"event": "verify", "pass_rows": 1, "compute_s": 0.03, "overhead_s": 0.002}) + "\n"
+    trace.write_text(3 * line + line[:20])
+    found = figures(capsys, *SECOND, "--verify-trace", str(trace), "--seeds", "0")
+    assert found["tokens_per_s"]["target only"] == pytest.approx(1 / 0.032)  # type: ignore[index]
+
+
+def test_a_picture_in_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as ended:
+        main([*SECOND, "--seeds", "0", "--picture", str(tmp_path / "none" / "plan.svg")])
+    assert ended.value.code == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_without_torch_the_closed_forms_are_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after `pip install .`, which is all that a relay needs."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("engine", "scripts")]:
+        if name in ("scripts.simulate", "scripts.simulation") or name.startswith("engine"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit):
+        main([*SECOND, "--acceptance", "0.8"])
+    assert "the simulator needs torch: pip install 'foredraft[node]', or --seeds 0" in capsys.readouterr().err
+    assert main([*SECOND, "--acceptance", "0.8", "--seeds", "0"]) == 0

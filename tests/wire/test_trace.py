@@ -106,3 +106,11 @@ def test_without_a_path_nothing_is_done() -> None:
 def test_a_bound_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_files must be at least 1, got 512 and 0"):
         TraceWriter(tmp_path / "a", max_file_bytes=512, num_files=0)
+
+
+def test_the_folder_is_made_and_one_that_cannot_be_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run" / "draft.jsonl"
+    TraceWriter(path).close()
+    assert path.read_bytes() == b""
+    with pytest.raises(FileExistsError):
+        TraceWriter(path / "under-a-file.jsonl")

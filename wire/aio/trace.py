@@ -28,6 +28,9 @@ class TraceWriter:
 
     Args:
         max_file_bytes, num_files: a trace is never larger than their product, and by one event at most.
+
+    Raises:
+        OSError: nothing can be written there.
     """
 
     def __init__(self, path: Path | None, *, max_file_bytes: int = MAX_FILE_BYTES, num_files: int = NUM_FILES) -> None:
@@ -43,6 +46,9 @@ class TraceWriter:
             # What an earlier run has rotated away would be read as the beginning of this one.
             for old in trace_files(path):
                 old.unlink()
+            # Here, not in the thread, where nobody would hear of a folder that cannot be written.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
             self._thread = threading.Thread(target=self._write, args=(path,), name="trace", daemon=True)
             self._thread.start()
 
