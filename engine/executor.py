@@ -25,8 +25,9 @@ class ModelExecutor:
         limit_s: from when on `answer` takes a thread that is still at a call for one that hangs; None: never.
     """
 
+    limit_s: float | None = None
+
     def __init__(self, name: str) -> None:
-        self.limit_s: float | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: set[Callable[[BaseException], None]] = set()
