@@ -1,9 +1,10 @@
-"""What all tests share: GPU tests only where there is a GPU, and no test of ours may block an event loop."""
+"""What all tests share: GPU tests only where there is a GPU, no blocked event loop, no log of a test before."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         items[:] = [item for item in items if item not in on_gpu]
         config.hook.pytest_deselected(items=on_gpu)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command that ran in the test's process logs to the standard error of that test, which is closed after it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in handlers:
+            root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @functools.cache
