@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,14 @@ def logging_as_before() -> Iterator[None]:
         if type(handler) is logging.StreamHandler and handler not in handlers:
             root.removeHandler(handler)
     root.setLevel(level)
+
+
+@pytest.fixture
+def at_a_terminal() -> Iterator[None]:
+    """SIGHUP is not ignored, in this process and those it starts, though the tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @functools.cache

@@ -212,6 +212,7 @@ async def test_the_client_command_says_what_is_wrong_in_one_line(relay: Relay) -
     assert "another-secret" not in err
 
 
+@pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_a_client_that_is_told_to_end_cancels_its_request(
     relay: Relay, target: ModelIdentity, number: signal.Signals

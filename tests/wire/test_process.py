@@ -71,6 +71,7 @@ def test_an_interrupt_exits_with_130() -> None:
     assert failing(KeyboardInterrupt()) == EXIT_INTERRUPTED
 
 
+@pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_signals_ask_to_stop(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -89,13 +90,11 @@ def test_readiness_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"ready": True, "port": 8700}
 
 
+@pytest.mark.usefixtures("at_a_terminal")
 def test_a_process_under_nohup_outlives_its_terminal() -> None:
     assert signal.SIGHUP in ending_signals()
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert ending_signals() == [signal.SIGTERM, signal.SIGINT]
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert ending_signals() == [signal.SIGTERM, signal.SIGINT]
 
 
 def test_c080_no_descriptor_left_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
