@@ -362,11 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpecError as exc:
         sys.stderr.write(f"foredraft-infra: {exc}\n")
         return EXIT_USAGE
-    except InfraError as exc:
-        sys.stderr.write(f"foredraft-infra: {exc}\n")
-        return EXIT_FAILURE
-    except OSError as exc:
-        # Of the state folder: read-only, full.
+    except (InfraError, OSError) as exc:
+        # The latter of the state folder: read-only, full.
         sys.stderr.write(f"foredraft-infra: {exc}\n")
         return EXIT_FAILURE
     except KeyboardInterrupt:

@@ -38,7 +38,7 @@ from speculation.passes import VerifyResult
 from wire.aio.shell import NodeShell, SlotCall
 from wire.aio.trace import TraceWriter
 from wire.codec import session_of
-from wire.errors import ProtocolError, in_words
+from wire.errors import MAX_REASON_CHARS, ProtocolError, in_words
 from wire.messages import Cancel, ChatMessage, Error, OpenSession, TextDelta, Tokenize, Tokenized
 from wire.metrics import Family, counter, gauge, labelled
 
@@ -251,7 +251,7 @@ class VerifyNode(NodeShell):
             return self.tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in turns])
         except ValueError as exc:
             # No template, or one that refuses them and may quote them at length.
-            raise RequestRefused("bad_request", str(exc)[:1000]) from exc
+            raise RequestRefused("bad_request", str(exc)[:MAX_REASON_CHARS]) from exc
 
     def _answer_text(self, request: Request) -> AnswerText:
         return answer_text(request, self.tokenizer.decode_stream(list(request.prompt_ids)))

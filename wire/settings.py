@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import configargparse
 
+from wire.printable import one_line
+
 T = TypeVar("T")
 
 SECRET_VARIABLE = "FOREDRAFT_SECRET"
@@ -28,8 +30,6 @@ KEPT_PRODUCTS_VARIABLES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACIT
 that PyTorch and oneDNN keep by default came to 330 MB at a draft node; 256, enough for 32 rows, come to 140. Both look
 here when the first product is made."""
 MIN_SECRET_CHARS = 8
-CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
-"""What a terminal or a reader of logs may take for more than a sign of a text, spelled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,7 @@ class OneLine(logging.Formatter):
     """Keeps a message on its line, whatever is in names and reasons of peers; a traceback has lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
-        record.message = record.message.translate(CONTROLS)
+        record.message = one_line(record.message)
         return super().formatMessage(record)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from botocore.exceptions import ClientError
 
@@ -151,10 +150,10 @@ class AwsProvider:
                 hint="shorten the arguments in the spec",
             )
         ec2 = self.clients("ec2", request.region)
-        subnets_of = (
-            self._subnets_to_ask if own_network and dry_run else partial(self._subnets, own_network=own_network)
-        )
-        network_id, subnets = subnets_of(request.region)
+        if own_network and dry_run:
+            network_id, subnets = self._subnets_to_ask(request.region)
+        else:
+            network_id, subnets = self._subnets(request.region, own_network=own_network)
         image_id, root_device = self._image(request)
         role = "relay" if request.machine.role == "relay" else NODE_ROLE
         groups = network.list_firewalls(ec2, deployment=self.deployment, region=request.region)

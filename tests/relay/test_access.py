@@ -56,6 +56,20 @@ async def get(port: int, path: str, secret: str = "") -> tuple[int, str]:
     return int(head.split()[1]), body
 
 
+class Links:
+    """A user of a node's links who only keeps them."""
+
+    def __init__(self) -> None:
+        self.links: asyncio.Queue[Any] = asyncio.Queue()
+
+    def on_link(self, link: Any) -> None:
+        self.links.put_nowait(link)
+
+    def on_link_lost(self) -> None: ...
+
+    def on_frame(self, frame: bytes, now: float) -> None: ...
+
+
 async def test_c046_a_credential_is_good_for_its_role_alone(
     start_relay: Any, tmp_path: Path, target: ModelIdentity, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,22 +95,11 @@ async def test_a_secret_is_rotated_without_a_refusal_and_its_end_closes_the_link
     path = await write(tmp_path / "c.toml", entry("nodes", "node", NODE), entry("app", "client", APP))
     own = await write(tmp_path / "secret", NODE)
     relay = await start_relay(credentials=path, reload_s=0.01)
-    links: asyncio.Queue[Any] = asyncio.Queue()
-
-    class User:
-        def on_link(self, link: Any) -> None:
-            links.put_nowait(link)
-
-        def on_link_lost(self) -> None: ...
-
-        def on_frame(self, frame: bytes, now: float) -> None: ...
-
+    user = Links()
     node = asyncio.create_task(
-        keep_linked(
-            User(), url=relay.url, secret=NODE, secret_file=own, hello=hello("verify", target), ssl_context=None
-        )
+        keep_linked(user, url=relay.url, secret=NODE, secret_file=own, hello=hello("verify", target), ssl_context=None)
     )
-    await asyncio.wait_for(links.get(), BOUND_S)
+    await asyncio.wait_for(user.links.get(), BOUND_S)
     (digest,) = {identity.digest for identity in relay.server.identities.values()}
     await write(path, entry("nodes", "node", NODE_NEXT, NODE), entry("app", "client", APP))
     while relay.server.access.credentials.find(NODE_NEXT) is None:
@@ -104,7 +107,7 @@ async def test_a_secret_is_rotated_without_a_refusal_and_its_end_closes_the_link
     assert len(relay.server.links) == 1, "nobody was closed"
     await write(own, NODE_NEXT)
     await write(path, entry("nodes", "node", NODE_NEXT), entry("app", "client", APP))
-    await asyncio.wait_for(links.get(), BOUND_S)
+    await asyncio.wait_for(user.links.get(), BOUND_S)
     (renewed,) = {identity.digest for identity in relay.server.identities.values()}
     assert renewed != digest
     node.cancel()
@@ -364,23 +367,14 @@ async def test_a_node_comes_back_to_a_relay_that_made_itself_a_new_certificate(
     await asyncio.to_thread(shutil.copy, tmp_path / "old" / "relay.pem", trusted)
     relay = await start_relay(tls_cert=served, reload_s=0.01)
     url = relay.url.replace("ws://", "wss://")
-    links: asyncio.Queue[Any] = asyncio.Queue()
-
-    class User:
-        def on_link(self, link: Any) -> None:
-            links.put_nowait(link)
-
-        def on_link_lost(self) -> None: ...
-
-        def on_frame(self, frame: bytes, now: float) -> None: ...
-
+    user = Links()
     context = await asyncio.to_thread(ssl_context, url, trusted)
     node = asyncio.create_task(
         keep_linked(
-            User(), url=url, secret=relay.secret, hello=hello("verify", target), ssl_context=context, ca_file=trusted
+            user, url=url, secret=relay.secret, hello=hello("verify", target), ssl_context=context, ca_file=trusted
         )
     )
-    first = await asyncio.wait_for(links.get(), BOUND_S)
+    first = await asyncio.wait_for(user.links.get(), BOUND_S)
     await asyncio.to_thread(served.write_bytes, new)
     refused = False
     while not refused:
@@ -390,6 +384,6 @@ async def test_a_node_comes_back_to_a_relay_that_made_itself_a_new_certificate(
             refused = "certificate verify failed" in str(exc)
     await first.close()
     await asyncio.to_thread(shutil.copy, tmp_path / "new" / "relay.pem", trusted)
-    await asyncio.wait_for(links.get(), BOUND_S)
+    await asyncio.wait_for(user.links.get(), BOUND_S)
     node.cancel()
     await asyncio.wait([node])
